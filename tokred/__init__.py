@@ -1,0 +1,42 @@
+"""Token reduction for the multimodal transformers that you already have."""
+
+from . import errors
+from .adapters import ModelAdapter
+from .api import Handle, Support, apply, supported
+from .errors import TokredError
+from .method import BudgetMethod, Context, Method, ModelShape, Need, Selection, Stage, Step
+from .registry import adapters, methods, register_adapter, register_method
+from .report import Summary, TraceToken
+from .vision import DART, DivPrune, FastV, Random, Uniform, VisionZip
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DART",
+    "BudgetMethod",
+    "Context",
+    "DivPrune",
+    "FastV",
+    "Handle",
+    "Method",
+    "ModelAdapter",
+    "ModelShape",
+    "Need",
+    "Random",
+    "Selection",
+    "Stage",
+    "Step",
+    "Summary",
+    "Support",
+    "TokredError",
+    "TraceToken",
+    "Uniform",
+    "VisionZip",
+    "adapters",
+    "apply",
+    "errors",
+    "methods",
+    "register_adapter",
+    "register_method",
+    "supported",
+]

@@ -1,0 +1,259 @@
+"""The public calls: apply a method to a model, and ask whether that is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .adapters import ModelAdapter
+from .errors import (
+    AlreadyCompiledError,
+    ParameterError,
+    RemovedHandleError,
+    StageTakenError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
+from .method import Method
+from .registry import adapters, build_method, nearest
+from .report import CallReport, Summary, TraceToken, draw_overlay
+from .session import Session
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Handle:
+    """A method attached to a model; also a context manager that removes it."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._removed = False
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The attached methods."""
+        return self._session.methods
+
+    def summary(self) -> Summary:
+        """Return what was removed so far, and the time that it took."""
+        parameters = [method.to_dict() for method in self.methods]
+        return Summary.of(parameters, self._session.adapter.model_type, self._session.statistics)
+
+    def trace(self) -> list[list[TraceToken]]:
+        """Return, for each sample of the last prefill, where every surviving visual token comes from.
+
+        Raises:
+            UnsupportedInputError: nothing was removed yet.
+        """
+        return self._last_call().trace()
+
+    def overlay(self, image: Image, sample: int = 0, item: int = 0) -> Image:
+        """Return a picture of what the last prefill kept of a media item.
+
+        Args:
+            image: the picture that the model was shown.
+            sample: row of the batch.
+            item: number of the item in its sample.
+
+        Returns:
+            The picture with dropped cells dark and merged cells tinted, enlarged if it is small.
+
+        Raises:
+            UnsupportedInputError: nothing was removed yet, or the item or its grid is not known.
+        """
+        return draw_overlay(self._last_call(), image, sample, item)
+
+    def _last_call(self) -> CallReport:
+        report = self._session.statistics.last
+        if report is None:
+            raise UnsupportedInputError("no media went through the model since tokred.apply, or nothing was removed")
+        return report
+
+    def pause(self) -> None:
+        """Remove no more tokens; conversations whose cache is already shortened go on exactly."""
+        self._check_live()
+        self._session.paused = True
+
+    def resume(self) -> None:
+        """Remove tokens again after `pause`."""
+        self._check_live()
+        self._session.paused = False
+
+    @contextmanager
+    def override(self, **parameters: Any) -> Iterator[None]:
+        """Use other parameters inside this context, in this thread or task only.
+
+        Args:
+            parameters: parameters of the method, or of each attached method that has them.
+
+        Raises:
+            ParameterError: no attached method has the parameter, a value is out of range, or a site would move.
+        """
+        self._check_live()
+        unused = set(parameters)
+        changed = []
+        for method in self.methods:
+            own = {name: value for name, value in parameters.items() if hasattr(method, name)}
+            unused -= set(own)
+            changed.append(dataclasses.replace(method, **own))
+        if unused:
+            raise ParameterError(f"no attached method has a parameter {', '.join(map(repr, sorted(unused)))}")
+        with self._session.override(tuple(changed)):
+            yield
+
+    def remove(self) -> None:
+        """Take the method off the model, which is then as it was before; a second call does nothing."""
+        self._session.detach()
+        self._removed = True
+
+    def _check_live(self) -> None:
+        if self._removed:
+            raise RemovedHandleError("this handle was removed from its model; call tokred.apply again")
+
+    def __enter__(self) -> Handle:
+        self._check_live()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a model is supported; true in a condition if it is.
+
+    Args:
+        ok: whether `tokred.apply` accepts the model.
+        reason: why not; empty if it does.
+        nearest: model types that resemble the one that was given.
+    """
+
+    ok: bool
+    reason: str = ""
+    nearest: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def supported(model: Any) -> Support:
+    """Return whether tokred can act on a model or pipeline, and if not, why.
+
+    Args:
+        model: what would be given to `tokred.apply`.
+    """
+    try:
+        _resolve(model)
+    except UnsupportedModelError as error:
+        model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
+        return Support(False, str(error), tuple(nearest(model_type, adapters())))
+    return Support(True)
+
+
+def apply(
+    model: Any, method: str | Method | dict[str, Any] | Sequence[str | Method | dict[str, Any]], **parameters: Any
+) -> Handle:
+    """Attach one or more methods to a stock model, in place.
+
+    Args:
+        model: a transformers model, or a transformers pipeline that holds one.
+        method: the name of a method, a `Method`, its dict form, or a list of these that act on different stages.
+        parameters: parameters of the method; only for a single one.
+
+    Returns:
+        The handle that shows what was done and removes it.
+
+    Raises:
+        UnsupportedModelError: the model is of no supported family, or wrapped.
+        UnsupportedFamilyError: the family does not provide what a method observes.
+        UnsupportedAttentionError: a layer's attention would not be exact.
+        UnknownMethodError: no method has this name.
+        ParameterError: a parameter is unknown or out of range.
+        StageTakenError: two methods act on one stage, or the model already has a handle.
+        AlreadyCompiledError: the model is compiled, so that hooks added now would never run.
+    """
+    given = list(method) if isinstance(method, list | tuple) else [method]
+    if not given:
+        raise ParameterError("the list of methods is empty")
+    if len(given) > 1 and parameters:
+        raise ParameterError(
+            f"parameters {sorted(parameters)} with a list of {len(given)} methods: give them to each method"
+        )
+    methods = tuple(build_method(one, parameters) for one in given)
+    target, adapter = _resolve(model)
+    _check_not_compiled(target)
+    base = adapter.base(target)
+    for hook in base._forward_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if isinstance(other, Session):
+            names = ", ".join(attached.name for attached in other.methods)
+            raise StageTakenError(
+                f"the model already has a handle ({names}); remove it first, or give all methods as one list"
+            )
+    session = Session(target, adapter, methods)
+    session.attach()
+    return Handle(session)
+
+
+def _resolve(model: Any) -> tuple[nn.Module, ModelAdapter]:
+    """Return the model to hook and its family."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} copies its module in every call, hooks included; apply to its .module instead"
+        )
+    target = model
+    if not isinstance(target, nn.Module) and isinstance(getattr(target, "model", None), nn.Module):
+        target = target.model
+    if hasattr(target, "get_base_model"):
+        target = target.get_base_model()
+    if not isinstance(target, nn.Module):
+        raise UnsupportedModelError(f"{type(model).__name__} is neither a model nor a pipeline that holds one")
+    config = getattr(target, "config", None)
+    model_type = getattr(config, "model_type", None)
+    known = adapters()
+    if not isinstance(model_type, str):
+        raise UnsupportedModelError(f"{type(target).__name__} has no config with a model type; known: {list(known)}")
+    if model_type not in known:
+        close = nearest(model_type, known)
+        hint = f" Nearest: {', '.join(close)}." if close else ""
+        raise UnsupportedModelError(
+            f"model type {model_type!r} ({type(target).__name__}) is not supported.{hint} Known: {', '.join(known)}"
+        )
+    adapter = known[model_type]
+    try:
+        adapter.base(target).get_submodule(adapter.decoder)
+    except AttributeError:
+        raise UnsupportedModelError(
+            f"{type(target).__name__} of model type {model_type!r} has no {adapter.decoder!r}: only the stock model "
+            "with its language model is supported"
+        ) from None
+    return target, adapter
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raise if hooks added now would never run."""
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise AlreadyCompiledError(
+                f"{name or type(model).__name__} was compiled with module.compile(); call tokred.apply before compiling"
+            )
+    if _compiled_wrappers(model):
+        # A wrapper that nobody holds any more is no obstacle.
+        gc.collect()
+        if _compiled_wrappers(model):
+            raise AlreadyCompiledError(
+                f"torch.compile already wraps this {type(model).__name__}; call tokred.apply on the model first and "
+                "compile it afterwards"
+            )
+
+
+def _compiled_wrappers(model: nn.Module) -> bool:
+    holders = (holder for holder in gc.get_referrers(model) if isinstance(holder, dict))
+    return any(holder.get("_orig_mod") is model for holder in holders)

@@ -1,0 +1,12 @@
+"""Tensor operations that the methods share.
+
+Each operation is a folder: `naive.py` is the readable reference and test oracle, `fast.py` the form that runs, and the
+dispatcher in `__init__.py` checks the arguments and chooses between the forms. Nothing here imports the rest of tokred.
+"""
+
+from .farthest_points import farthest_points
+from .gather import gather
+from .match import match
+from .topk_indices import topk_indices
+
+__all__ = ["farthest_points", "gather", "match", "topk_indices"]

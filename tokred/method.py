@@ -1,0 +1,258 @@
+"""What a method is: hyper-parameters, the sites where it acts, and a pure function that chooses tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import yaml
+
+from .errors import ParameterError, UndeclaredObservationError
+
+class Stage(enum.StrEnum):
+    """Where in a model a step acts."""
+
+    PROJECTOR = "projector"
+    FEATURES = "features"
+    EMBEDS = "embeds"
+    DECODER_LAYER = "decoder_layer"
+
+
+class Need(enum.StrEnum):
+    """What a step observes besides the hidden states of its site."""
+
+    CLS_ROW = "cls_row"
+    """Attention of the CLS query in the tower layer whose output is the feature, (G, heads, N + 1)."""
+    TOWER_KEYS = "tower_keys"
+    """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim)."""
+    CLS_HIDDEN = "cls_hidden"
+    """Hidden state of the CLS token at the output of that tower layer, (G, 1, D)."""
+    LAST_ROW = "last_row"
+    """Attention of the last prompt token in the decoder layer before the site, (G, heads, N)."""
+    LAYER_KEYS = "layer_keys"
+    """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
+    NORMED_HIDDEN = "normed_hidden"
+    """The model's final norm applied to the hidden states that enter the site, (G, N, D)."""
+    TEXT = "text"
+    """The tokens after the media item that belong to no medium; other needs are then served for them too."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that decide where a method acts.
+
+    Args:
+        num_layers: number of decoder layers.
+    """
+
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens of equally long items survive, and what they now hold.
+
+    Args:
+        keep: positions inside the item, ascending in each row, int64 of shape (G, k).
+        rows: new hidden states of the survivors, (G, k, D); None leaves them as they are.
+        merged_into: for each token of the item the position of the survivor that absorbed it, -1 for none,
+            int64 of shape (G, N); None if nothing was merged.
+    """
+
+    keep: torch.Tensor
+    rows: torch.Tensor | None = None
+    merged_into: torch.Tensor | None = None
+
+
+class Context:
+    """What a step sees of a group of media items of one length.
+
+    Args:
+        hidden: hidden states of the items at the site, (G, N, D).
+        needs: the observations that the step declared.
+        provider: computes an observation when it is first read; takes the need and whether the text is meant.
+        positions: original positions of the tokens in their sequences, (G, N); at `Stage.FEATURES` and
+            `Stage.PROJECTOR`, where no sequence exists yet, positions inside the item.
+        text_positions: original positions of the text tokens after the items, (G, T).
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        needs: frozenset[Need],
+        provider: Callable[[Need, bool], torch.Tensor],
+        positions: torch.Tensor,
+        text_positions: torch.Tensor | None = None,
+    ):
+        self.hidden = hidden
+        self.positions = positions
+        self._text_positions = text_positions
+        self._needs = needs
+        self._provider = provider
+
+    @property
+    def text_positions(self) -> torch.Tensor:
+        """Original positions of the text tokens after the items, (G, T); the step must declare `Need.TEXT`."""
+        self._check(Need.TEXT)
+        assert self._text_positions is not None  # the session gives them to every step that declares the need
+        return self._text_positions
+
+    def observe(self, need: Need) -> torch.Tensor:
+        """Return an observation for the media tokens, shaped as `Need` says.
+
+        Raises:
+            UndeclaredObservationError: the step did not list the need.
+        """
+        self._check(need)
+        return self._provider(need, False)
+
+    def observe_text(self, need: Need) -> torch.Tensor:
+        """Return an observation for the text tokens after the item: as `observe`, with T in the place of N.
+
+        Raises:
+            UndeclaredObservationError: the step did not list the need, or not `Need.TEXT`.
+        """
+        self._check(need)
+        self._check(Need.TEXT)
+        return self._provider(need, True)
+
+    def _check(self, need: Need) -> None:
+        if need not in self._needs:
+            declared = ", ".join(sorted(self._needs)) or "none"
+            raise UndeclaredObservationError(f"the step did not declare the observation {need!s} (declared: {declared})")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One site at which a method acts.
+
+    Args:
+        stage: the kind of site.
+        select: pure function from a context to the surviving tokens.
+        needs: observations that `select` reads.
+        layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1).
+    """
+
+    stage: Stage
+    select: Callable[[Context], Selection]
+    needs: frozenset[Need] = frozenset()
+    layer: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: the order in which steps meet a token."""
+        return list(Stage).index(self.stage), self.layer or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base class of all methods: a frozen set of hyper-parameters.
+
+    A subclass sets `name` and `source`, validates its own fields in `_validate`, and says in `plan` where it acts.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    """The paper, and the section of the specification, that the method follows."""
+
+    def __post_init__(self) -> None:
+        self._validate()
+
+    def _validate(self) -> None:
+        """Raise `ParameterError` for a field outside its range."""
+
+    def plan(self, shape: ModelShape) -> tuple[Step, ...]:
+        """Return the sites at which this method acts on a model of the given shape.
+
+        Raises:
+            ParameterError: a site lies outside the model.
+        """
+        raise NotImplementedError
+
+    def count(self, length: int) -> int | None:
+        """Return how many of `length` media tokens survive the last step, None if only known afterwards."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the parameters with the method's name under `"method"`."""
+        return {"method": self.name} | dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build the method from what `to_dict` returned.
+
+        Raises:
+            ParameterError: the dict names another method or an unknown parameter.
+        """
+        parameters = dict(data)
+        name = parameters.pop("method", cls.name)
+        if name != cls.name:
+            raise ParameterError(f"these are parameters of {name!r}, not of {cls.name!r}")
+        return cls.from_parameters(parameters)
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, Any]) -> Self:
+        """Build the method from keyword parameters, naming the allowed ones when one is unknown."""
+        allowed = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(parameters) - set(allowed))
+        if unknown:
+            raise ParameterError(f"{cls.name} has no parameter {', '.join(map(repr, unknown))}; it has {allowed}")
+        return cls(**parameters)
+
+    def to_yaml(self) -> str:
+        """Return the parameters as YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Build the method from what `to_yaml` returned."""
+        return cls.from_dict(yaml.safe_load(text))
+
+
+SCOPES = ("item", "total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetMethod(Method):
+    """A method that keeps a given share, or number, of the visual tokens.
+
+    Args:
+        keep: share of the visual tokens that survive, in (0, 1]. At least one token of an item always survives.
+        num_tokens: number of tokens that survive, at least 1; overrides `keep`. More than exist keeps all of them.
+        scope: `"item"` applies the budget to each image, `"total"` to all visual tokens of a sample together.
+    """
+
+    keep: float = 0.25
+    num_tokens: int | None = None
+    scope: str = "item"
+
+    def _validate(self) -> None:
+        if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
+            raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
+        if self.num_tokens is not None and (not isinstance(self.num_tokens, int) or self.num_tokens < 1):
+            raise ParameterError(f"num_tokens={self.num_tokens!r} is not a positive integer")
+        if self.scope not in SCOPES:
+            raise ParameterError(f"scope={self.scope!r} is not one of {SCOPES}")
+
+    def count(self, length: int) -> int:
+        """Return the number of survivors among `length` tokens: `keep * length` rounded half to even, at least 1."""
+        if self.num_tokens is not None:
+            return min(self.num_tokens, length)
+        return min(length, max(1, round(self.keep * length)))
+
+    def _pre_decoder_step(self, select: Callable[[Context], Selection]) -> Step:
+        """The site of a method that looks at visual tokens only: the features, or all media of a sample together."""
+        return Step(Stage.FEATURES if self.scope == "item" else Stage.EMBEDS, select)
+
+
+def check_layer(layer: int, shape: ModelShape, name: str) -> None:
+    """Raise `ParameterError` unless `layer` is a decoder layer with another one before it."""
+    if not 1 <= layer < shape.num_layers:
+        raise ParameterError(
+            f"{name}: layer={layer} lies outside 1..{shape.num_layers - 1} of a decoder with {shape.num_layers} layers"
+        )

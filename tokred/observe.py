@@ -1,0 +1,120 @@
+"""The attention tap: see q, k and v of one attention module without changing how it computes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_PREFIX = "tokred_"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attention kernel received.
+
+    Args:
+        query: (B, heads, Q, head_dim), after RoPE.
+        key: (B, kv_heads, K, head_dim), after RoPE and with the cached keys in front.
+        value: (B, kv_heads, K, head_dim).
+        scaling: factor of the logits.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+
+    def rows(self, index: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention probabilities of one query per sample.
+
+        Args:
+            index: the query's place, int64 of shape (B,).
+            valid: keys that the query may see, bool of shape (B, K); None for all.
+
+        Returns:
+            (B, heads, K), computed in float32 and returned in the dtype of the query.
+        """
+        batch, kv_heads, keys, width = self.key.shape
+        query = self.query[torch.arange(batch, device=index.device), :, index].view(batch, kv_heads, -1, width)
+        logits = (query @ self.key.transpose(-1, -2)).view(batch, -1, keys) * self.scaling
+        if valid is not None:
+            logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
+        return logits.softmax(dim=-1, dtype=torch.float32).to(self.query.dtype)
+
+
+@dataclass
+class Capture:
+    """What the taps of one call saw, by module."""
+
+    attention: dict[nn.Module, Seen] = field(default_factory=dict)
+    outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+
+
+capturing: ContextVar[Capture | None] = ContextVar("tokred_capturing", default=None)
+
+
+def _stock_attention(module: nn.Module) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    implementation = module.config._attn_implementation.removeprefix(_PREFIX)  # type: ignore[union-attr, operator]
+    if implementation in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _tapped_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    capture = capturing.get()
+    if capture is not None:
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        capture.attention[module] = Seen(query, key, value, scaling)
+    return _stock_attention(module)(module, query, key, value, *args, **kwargs)
+
+
+def _follow(source: Any, module: nn.Module, args: Any) -> None:
+    """Point the module's own config at the tap of the implementation that the model uses now."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = _PREFIX + source._attn_implementation
+    if module.config._attn_implementation != name:  # type: ignore[union-attr]
+        if name not in ALL_ATTENTION_FUNCTIONS:
+            AttentionInterface.register(name, _tapped_attention)
+        module.config._attn_implementation = name  # type: ignore[union-attr]
+
+
+class _Follower:
+    """A pre-hook that keeps the tap in step with `model.set_attn_implementation`."""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _follow(self.source, module, args)
+
+
+def tap(module: nn.Module) -> Callable[[], None]:
+    """Let an attention module report what its kernel receives, and return the function that undoes it.
+
+    Args:
+        module: an attention module that takes its kernel from transformers' `AttentionInterface` by the name in
+            `module.config`.
+    """
+    source = module.config
+    module.config = copy.copy(source)  # type: ignore[assignment, arg-type]
+    handle = module.register_forward_pre_hook(_Follower(source))
+
+    def undo() -> None:
+        handle.remove()
+        module.config = source
+
+    return undo

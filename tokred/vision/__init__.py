@@ -1,0 +1,10 @@
+"""Methods for image tokens, one file each."""
+
+from .dart import DART
+from .divprune import DivPrune
+from .fastv import FastV
+from .random import Random
+from .uniform import Uniform
+from .visionzip import VisionZip
+
+__all__ = ["DART", "DivPrune", "FastV", "Random", "Uniform", "VisionZip"]

@@ -1,0 +1,48 @@
+"""FastV: drop the visual tokens that the last prompt token attends to least in an early layer."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..errors import ParameterError
+from ..kernels import topk_indices
+from ..method import BudgetMethod, Context, ModelShape, Need, Selection, Stage, Step, check_layer
+
+
+def attention_score(rows: torch.Tensor) -> torch.Tensor:
+    """Return the head mean of attention rows.
+
+    Args:
+        rows: attention probabilities of one query per group, (G, heads, N).
+
+    Returns:
+        (G, N), in the dtype of the rows.
+    """
+    return rows.mean(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastV(BudgetMethod):
+    """Keep the visual tokens with the largest attention from the last prompt token in layer `layer - 1`.
+
+    Args:
+        layer: the decoder layer whose input is shortened, at least 1.
+    """
+
+    name: ClassVar[str] = "fastv"
+    source: ClassVar[str] = "FastV (arXiv 2403.06764), specs/vision.md section 4"
+    layer: int = 2
+
+    def _validate(self) -> None:
+        super()._validate()
+        if not isinstance(self.layer, int) or self.layer < 1:
+            raise ParameterError(f"layer={self.layer!r} is not a positive integer")
+
+    def plan(self, shape: ModelShape) -> tuple[Step, ...]:
+        check_layer(self.layer, shape, self.name)
+        return (Step(Stage.DECODER_LAYER, self._select, frozenset({Need.LAST_ROW}), self.layer),)
+
+    def _select(self, context: Context) -> Selection:
+        score = attention_score(context.observe(Need.LAST_ROW))
+        return Selection(topk_indices(score, self.count(score.shape[-1])).sort(dim=-1).values)
