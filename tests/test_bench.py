@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
+from tokred_evals import bench, cli, measure
 from torch import nn
 from typer.testing import CliRunner
 
 import tokred
-from tokred_evals import bench, cli, measure
 
 METHODS = "random,uniform,divprune,dart,fastv,visionzip"
 
@@ -19,21 +19,18 @@ METHODS = "random,uniform,divprune,dart,fastv,visionzip"
 @pytest.fixture(autouse=True)
 def _threads():
     before = torch.get_num_threads()
-    cores = os.sched_getaffinity(0)
     yield
     torch.set_num_threads(before)
-    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory):
     """Output, rows and details of one smoke run over everything."""
-    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    before = torch.get_num_threads()
     path = tmp_path_factory.mktemp("bench") / "rows.json"
     arguments = ["bench", "prefill", "--smoke", "--threads", "1", "--methods", METHODS, "--json", str(path)]
     ran = CliRunner().invoke(cli.app, arguments)
     torch.set_num_threads(before)
-    os.sched_setaffinity(0, cores)
     assert ran.exit_code == 0, ran.output
     return ran.stdout, json.loads(path.read_text()), json.loads(path.with_name("rows.meta.json").read_text())
 

@@ -576,7 +576,10 @@ class Session:
         """
         fill_right = None
         if call.valid is not None:
-            fill_right = ~call.valid[:, -1]
+            # Padding leaves too: a row that loses few tokens would otherwise keep all rows as long as it was.
+            valid = call.valid[:, call.past :]
+            fill_right = ~valid[:, -1]
+            kept = kept & (valid if call.block is None else call.block.gather(valid))
         reduction = Reduction(kept, fill_right)
         call.block = reduction if call.block is None else call.block.then(reduction)
         call.segment = caches.new_segment()

@@ -8,7 +8,7 @@ from .._common import unit_rows
 
 def farthest_points(x: Tensor, k: int, mask_selected: bool = True) -> Tensor:
     """Evaluate the definition anew for every pick; arguments and result as in the dispatcher."""
-    groups, n = x.shape[:2]
+    groups = x.shape[0]
     out = torch.empty(groups, k, dtype=torch.int64, device=x.device)
     if k == 0:
         return out

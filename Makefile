@@ -1,0 +1,42 @@
+# Targets that need the project's own environment build it first; it is built again when the packaging files change.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/ready-$(shell cat pyproject.toml setup.py | cksum | cut -d' ' -f1)
+
+.PHONY: demo test test-slow lint format bench device clean
+
+demo: $(READY)
+	$(BIN)/tokred demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/tokred bench prefill
+
+# For a machine with a GPU: uses the python3 found there, installs nothing.
+device:
+	bash evals/device.sh
+
+# The pinned torch goes in first, so that no other requirement chooses the version.
+$(READY):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1
+	$(BIN)/python -m pip install --quiet --editable ".[transformers,evals,dev]"
+	rm -f .venv/ready-*
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Bridges from tokred to serving engines and evaluation harnesses."""
