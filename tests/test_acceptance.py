@@ -10,6 +10,7 @@ from probes import PROBES, Every2
 from tiny import END, IMAGE, PAD, START, VIDEO
 
 import tokred
+from tokred.cache import handle_is_active
 from tokred.errors import AlreadyCompiledError, StageTakenError
 
 PROMPT = [5, 6, START] + [IMAGE] * 16 + [END, 7, 8, 9]
@@ -249,6 +250,7 @@ def test_a8_restore(family, method, fails):
         hook.remove()
         assert fails
     assert _snapshot(model) == before
+    assert not handle_is_active.get()
     assert torch.equal(_scores(_generate(model, batch, steps=3)), stock)
     # The failed call left nothing behind that a new handle would stumble on.
     with tokred.apply(model, method, keep=0.5) as handle:

@@ -253,6 +253,7 @@ class Session:
         """Remove everything that `attach` added, last first."""
         while self._undo:
             self._undo.pop()()
+        self._end_call()
 
     def _pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -401,6 +402,8 @@ class Session:
 
     @_timed
     def _enter_base(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # PyTorch runs no hook when Ctrl-C ends a call, which may have left one behind.
+        self._end_call()
         arguments = _arguments(module, args, kwargs)
         labels = _labels.get()
         _labels.set(None)
@@ -424,6 +427,10 @@ class Session:
 
     @torch.compiler.disable
     def _leave_base(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._end_call()
+
+    def _end_call(self) -> None:
+        """Forget the running call of this session, if there is one."""
         call = _call.get()
         if call is not None and call.session is self:
             _call.set(call.outer)
