@@ -178,7 +178,7 @@ def show(
     method: Annotated[str, typer.Option(help="Name of the method.")] = "divprune",
     keep: Annotated[float, typer.Option(help="Share of visual tokens that survive, in (0, 1].")] = 0.25,
     model: Annotated[str | None, typer.Option(help="Checkpoint; the shipped scene model by default.")] = None,
-    question: Annotated[str, typer.Option(help="What to ask about the picture.")] = "what is in the picture?",
+    question: Annotated[str, typer.Option(help="What to ask about the picture.")] = "how many objects are there ?",
     out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("overlay.png"),
 ) -> None:
     """Write a picture of what a method keeps of an image, and print the answer with and without it."""

@@ -113,7 +113,7 @@ class Plan:
 def _scene_questions(count: int) -> list[Question]:
     from . import scenes
 
-    return [Question(item.image, item.question, item.answer, item.kind) for item in scenes.held_out(count)]
+    return [Question(image, asked.text, asked.answer, asked.kind) for image, asked in scenes.held_out(count)]
 
 
 def _scene_model() -> str:

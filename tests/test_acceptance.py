@@ -197,7 +197,7 @@ def test_a7_apply_after_compile_is_refused():
     torch._dynamo.reset()
     other = tiny.qwen2_5_vl()
     other.model.language_model.layers[0].compile(backend="eager")
-    with pytest.raises(AlreadyCompiledError, match="layers.0"):
+    with pytest.raises(AlreadyCompiledError, match=r"layers\.0"):
         tokred.apply(other, "random")
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tokred_evals import cli, evaluate, measure, report
+from tokred_evals import cli, evaluate, measure, report, scenes
+from tokred_evals.scenes import model as scene_model
 from transformers import (
     BertConfig,
     CLIPImageProcessor,
@@ -333,3 +334,22 @@ def test_labels_keep_a_gap():
 def test_plain_lists_are_parsed_without_repetition():
     assert measure.parse_names(" a, b,a,, ") == ["a", "b"]
     assert measure.parse_numbers("1,0.5") == [1.0, 0.5]
+
+
+def test_scenes_go_through_the_whole_path(tmp_path):
+    model, processor = scene_model.build_model(), scene_model.build_processor()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    arguments = ["--methods", "divprune", "--keep", 0.25, "--questions", 16, *FAST, "--out", tmp_path / "results"]
+    ran = _run("eval", "--model", tmp_path / "model", *arguments)
+    assert ran.exit_code == 0, ran.output
+    result = json.loads((tmp_path / "results" / "eval.json").read_text())
+    assert [row["visual_tokens"] for row in result["rows"]] == [196, 49]
+    assert all(set(row["kinds"]) == set(scenes.KINDS) for row in result["rows"])
+    assert (tmp_path / "results" / "overlay_divprune.png").exists()
+
+
+def test_scene_questions_are_always_the_same():
+    first, longer = evaluate.TASKS["scenes"].questions(9), evaluate.TASKS["scenes"].questions(12)
+    assert [question.text for question in first] == [question.text for question in longer[:9]]
+    assert first[0].image.tobytes() == longer[0].image.tobytes()

@@ -44,7 +44,7 @@ def test_unknown_method_names_the_nearest(model):
 
 
 def test_unknown_parameter_names_the_allowed(model):
-    with pytest.raises(ParameterError, match="no parameter 'ratio'; it has .*'keep'"):
+    with pytest.raises(ParameterError, match=r"no parameter 'ratio'; it has .*'keep'"):
         tokred.apply(model, "random", ratio=0.5)
 
 
@@ -238,5 +238,5 @@ def test_method_registration():
 
     with pytest.raises(tokred.errors.RegistrationError, match="registered already"):
         tokred.register_method(Clash)
-    with pytest.raises(tokred.errors.RegistrationError, match="not a tokred.adapters"):
+    with pytest.raises(tokred.errors.RegistrationError, match=r"not a tokred\.adapters"):
         tokred.register_adapter("llava")

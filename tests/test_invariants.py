@@ -187,9 +187,7 @@ def test_generation_modes(family, probe, mode):
     }[mode]
     with tokred.apply(model, probe):
         torch.manual_seed(0)
-        result = model.generate(
-            **batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True, **options
-        )
+        result = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True, **options)
         assert torch.isfinite(torch.stack(result.scores)[:, :, 3:]).any(-1).all()
         if mode == "copied_cache":
             cache = copy.deepcopy(tiny.cache_of(result))

@@ -179,7 +179,7 @@ def apply(
         StageTakenError: two methods act on one stage, or the model already has a handle.
         AlreadyCompiledError: the model is compiled, so that hooks added now would never run.
     """
-    given = list(method) if isinstance(method, list | tuple) else [method]
+    given = [method] if isinstance(method, str | Method | dict) else list(method)
     if not given:
         raise ParameterError("the list of methods is empty")
     if len(given) > 1 and parameters:

@@ -40,6 +40,7 @@ class ReducedMixin:
     segments: tuple[int, ...]
     keys: torch.Tensor
     _announced: tuple[torch.Tensor, int, int] | None
+    _filled: bool
 
     @property
     def physical_length(self) -> int:
@@ -139,7 +140,7 @@ class ReducedMixin:
 
 
 @functools.cache
-def _reduced_classes() -> dict[type, type]:
+def _reduced_classes() -> dict[type, Any]:
     from transformers.cache_utils import DynamicLayer
 
     return {DynamicLayer: type("ReducedDynamicLayer", (ReducedMixin, DynamicLayer), {"_layer_type": None})}
@@ -177,7 +178,8 @@ def reduced_layer(cache: Cache, index: int, batch: int, device: torch.device) ->
     if isinstance(layer, ReducedMixin):
         return layer
     length = layer.get_seq_length()
-    shortened = _reduced_classes()[type(layer)].__new__(_reduced_classes()[type(layer)])
+    kind = _reduced_classes()[type(layer)]
+    shortened: Any = kind.__new__(kind)
     shortened.__dict__.update(layer.__dict__)
     shortened._start(torch.arange(length, device=device).expand(batch, -1), length)
     cache.layers[index] = shortened

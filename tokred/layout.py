@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +43,7 @@ class Span:
         return self.stop - self.start
 
 
-def place_items(
-    placeholders: dict[str, torch.Tensor], items: dict[str, Sequence[MediaItem]]
-) -> list[Span]:
+def place_items(placeholders: dict[str, torch.Tensor], items: Mapping[str, Sequence[MediaItem]]) -> list[Span]:
     """Return where each media item stands, in the order of samples and tokens.
 
     Args:

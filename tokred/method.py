@@ -14,6 +14,7 @@ import yaml
 
 from .errors import ParameterError, UndeclaredObservationError
 
+
 class Stage(enum.StrEnum):
     """Where in a model a step acts."""
 
@@ -124,7 +125,7 @@ class Context:
     def _check(self, need: Need) -> None:
         if need not in self._needs:
             declared = ", ".join(sorted(self._needs)) or "none"
-            raise UndeclaredObservationError(f"the step did not declare the observation {need!s} (declared: {declared})")
+            raise UndeclaredObservationError(f"the step did not declare observation {need!s} (declared: {declared})")
 
 
 @dataclass(frozen=True)

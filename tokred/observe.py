@@ -110,7 +110,7 @@ def tap(module: nn.Module) -> Callable[[], None]:
             `module.config`.
     """
     source = module.config
-    module.config = copy.copy(source)  # type: ignore[assignment, arg-type]
+    module.config = copy.copy(source)
     handle = module.register_forward_pre_hook(_Follower(source))
 
     def undo() -> None:

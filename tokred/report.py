@@ -71,9 +71,7 @@ class CallReport:
         self._layer_tokens: list[int] = []
         self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def add(
-        self, stage: str, method: str, layer: int | None, before: Sequence[Span], after: Sequence[Span]
-    ) -> None:
+    def add(self, stage: str, method: str, layer: int | None, before: Sequence[Span], after: Sequence[Span]) -> None:
         """Note what a step did to the media of the call."""
         counts = _per_sample(before, self.batch), _per_sample(after, self.batch)
         self.stages.append(StageReport(str(stage), method, layer, *counts))
@@ -132,9 +130,11 @@ class CallReport:
             for offset, position in enumerate(range(span.start, span.stop)):
                 if alive[span.sample, position]:
                     absorbed = (targets[span.sample] == position).nonzero()[:, 0].tolist()
+                    frame, view, row, column = cells[offset].tolist()
+                    number = numbers[span.sample]
                     tokens[span.sample].append(
                         TraceToken(
-                            position, span.item.modality, numbers[span.sample], *cells[offset].tolist(), tuple(absorbed)
+                            position, span.item.modality, number, frame, view, row, column, merged=tuple(absorbed)
                         )
                     )
             numbers[span.sample] += 1

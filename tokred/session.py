@@ -9,111 +9,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from . import cache as caches
 from . import kernels
-from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument, mask_cache_argument
+from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
+from .call import Call, Encoding, current_call, current_encoding, labels_of_call
 from .errors import (
     LiveHandleError,
     ParameterError,
     StageTakenError,
     UnsupportedAttentionError,
-    UnsupportedCacheError,
     UnsupportedFamilyError,
     UnsupportedInputError,
 )
 from .layout import MediaItem, Span, place_items
-from .method import Context, Method, ModelShape, Need, Selection, Stage, Step
-from .observe import Capture, Seen, capturing, tap
+from .masks import layer_mask, read_mask
+from .method import Context, Method, ModelShape, Need, Stage, Step
+from .observe import Capture, capturing, tap
 from .reduction import Reduction
 from .report import CallReport, Statistics
-
+from .sites import Site, buckets_of, groups_of
 
 logger = logging.getLogger("tokred")
-
-
-@dataclass
-class Encoding:
-    """State of one call of a feature method."""
-
-    projected: Selection | None = None
-    length: int = 0
-
-
-@dataclass
-class Call:
-    """State of one call of the base model.
-
-    Attributes:
-        session: the session whose base model runs.
-        outer: the call around this one, or None.
-        ids: token ids, (B, L), or None.
-        type_ids: `mm_token_type_ids`, (B, L), or None.
-        labels: the call's own copy of the labels, or None.
-        items: media encoded inside this call or passed to it, by modality.
-        capture: what the attention taps saw.
-        active: whether anything is shorter than stock: the tokens of this call or the layers of the cache.
-        cache: the cache that the decoder uses, or None.
-        past: number of logical tokens in the cache before the call.
-        length: number of logical tokens that the call brings.
-        valid: which logical tokens are no padding, bool of shape (B, past + length), or None for all.
-        mask: a 4-D mask given by the user, or None.
-        block: which of the call's tokens reach the current layer; None for all.
-        segment: name of `block` in the cache layers.
-        spans: the media items among the tokens that reach the current layer.
-        replaced: what the layers after a reduction inside the decoder get in place of what the decoder passes.
-        masks: mask and valid keys of the layers so far, by the keys that a layer holds.
-        valid_keys: valid keys of the layer that ran last, bool of shape (B, K), or None for all.
-        report: what the call did, or None if it did nothing.
-    """
-
-    session: Session
-    outer: Call | None
-    ids: torch.Tensor | None
-    type_ids: torch.Tensor | None
-    labels: torch.Tensor | None
-    items: dict[str, list[MediaItem]] = field(default_factory=dict)
-    capture: Capture = field(default_factory=Capture)
-    active: bool = False
-    cache: Any = None
-    past: int = 0
-    length: int = 0
-    valid: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    block: Reduction | None = None
-    segment: int = -1
-    spans: list[Span] = field(default_factory=list)
-    replaced: dict[str, Any] = field(default_factory=dict)
-    masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = field(default_factory=dict)
-    valid_keys: torch.Tensor | None = None
-    report: CallReport | None = None
-
-
-_call: ContextVar[Call | None] = ContextVar("tokred_call", default=None)
-_encoding: ContextVar[Encoding | None] = ContextVar("tokred_encoding", default=None)
-_labels: ContextVar[torch.Tensor | None] = ContextVar("tokred_labels", default=None)
-
-
-class _Lengths:
-    """The part of a cache that transformers asks for when it builds a mask."""
-
-    is_compileable = False
-
-    def __init__(self, past: int):
-        self._past = past
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._past
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._past + query_length, 0
 
 
 def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,8 +72,8 @@ class Session:
         self.adapter = adapter
         self.base = adapter.base(model)
         self.config: Any = self.base.config
-        self.decoder = self.base.get_submodule(adapter.decoder)
-        self.layers: nn.ModuleList = self.decoder.layers  # type: ignore[assignment]
+        self.decoder: Any = self.base.get_submodule(adapter.decoder)
+        self.layers = cast(nn.ModuleList, self.decoder.layers)
         self.methods = methods
         self.paused = False
         self.statistics = Statistics()
@@ -160,7 +81,6 @@ class Session:
         self._undo: list[Callable[[], None]] = []
         self._warned_of_clamp = False
         self._cache_argument = cache_argument(self.decoder.forward)
-        self._mask_cache_argument = mask_cache_argument()
         self._layer_index = {layer: index for index, layer in enumerate(self.layers)}
         self._check()
         self._all_steps = self._steps(methods)
@@ -195,8 +115,8 @@ class Session:
         kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
         if kinds or (getattr(text_config, "sliding_window", None) and not hasattr(text_config, "layer_types")):
             raise UnsupportedAttentionError(
-                f"the decoder has layers of type {', '.join(sorted(kinds)) or 'sliding_attention'}; only full_attention "
-                "is exact on a shortened sequence so far"
+                f"the decoder has layers of type {', '.join(sorted(kinds)) or 'sliding_attention'}; so far only "
+                "full_attention is exact on a shortened sequence"
             )
 
     def _steps(self, methods: Sequence[Method]) -> list[tuple[Method, Step]]:
@@ -218,7 +138,9 @@ class Session:
         wanted = getattr(method, "num_tokens", None)
         if wanted is not None and wanted > length and not self._warned_of_clamp:
             self._warned_of_clamp = True
-            logger.warning("%s: num_tokens=%d is more than the %d tokens of an item: all are kept", method.name, wanted, length)
+            logger.warning(
+                "%s: num_tokens=%d is more than the %d tokens of an item: all are kept", method.name, wanted, length
+            )
         return method.count(length)
 
     # Attaching
@@ -269,11 +191,11 @@ class Session:
         @functools.wraps(original)
         def encode(*args: Any, **kwargs: Any) -> Any:
             encoding = Encoding()
-            outer = _encoding.set(encoding), capturing.set(Capture())
+            outer = current_encoding.set(encoding), capturing.set(Capture())
             try:
                 output = original(*args, **kwargs)
             finally:
-                _encoding.reset(outer[0])
+                current_encoding.reset(outer[0])
                 capturing.reset(outer[1])
             return self._leave_encoder(modality, signature.bind(*args, **kwargs).arguments, encoding, output)
 
@@ -314,7 +236,7 @@ class Session:
 
     @_timed
     def _enter_projector(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        encoding = _encoding.get()
+        encoding = current_encoding.get()
         steps = self._steps_at(Stage.PROJECTOR)
         if encoding is None or not steps:
             return None
@@ -340,7 +262,7 @@ class Session:
 
     @_timed
     def _leave_projector(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        encoding = _encoding.get()
+        encoding = current_encoding.get()
         if encoding is None or encoding.projected is None:
             return None
         return _carriers(output, encoding.projected.keep, encoding.length)
@@ -354,16 +276,17 @@ class Session:
         media = self.adapter.media[modality]
         cells = self.adapter.cells(self.config, modality, arguments.get(media.grid or ""), lengths)
         merged: list[torch.Tensor | None] = [None] * len(lengths)
-        if encoding.projected is not None and encoding.projected.merged_into is not None:
-            if lengths == [encoding.length] * len(encoding.projected.merged_into):
-                merged = list(encoding.projected.merged_into)
+        absorbed = None if encoding.projected is None else encoding.projected.merged_into
+        # Where an item is made of several tiles, the tile's tokens are not the item's.
+        if absorbed is not None and lengths == [encoding.length] * len(absorbed):
+            merged = list(absorbed)
         for method, step in self._steps_at(Stage.FEATURES):
             features, merged = self._reduce_features(method, step, features, merged)
         output.pooler_output = features
         # A plain attribute: `generate` hands the same object to the prefill, and no field of the output changes.
         items = [MediaItem(modality, *parts) for parts in zip(lengths, cells, merged, strict=True)]
         output.tokred_items = items
-        call = _call.get()
+        call = current_call.get()
         if call is not None:
             call.items[modality] = items
         return output
@@ -397,7 +320,7 @@ class Session:
             return None
         # The copy is masked once it is known which tokens are gone.
         labels = arguments["labels"].clone()
-        _labels.set(labels)
+        labels_of_call.set(labels)
         return (), arguments | {"labels": labels}
 
     @_timed
@@ -405,9 +328,9 @@ class Session:
         # PyTorch runs no hook when Ctrl-C ends a call, which may have left one behind.
         self._end_call()
         arguments = _arguments(module, args, kwargs)
-        labels = _labels.get()
-        _labels.set(None)
-        call = Call(self, _call.get(), arguments.get("input_ids"), arguments.get("mm_token_type_ids"), labels)
+        labels = labels_of_call.get()
+        labels_of_call.set(None)
+        call = Call(self, current_call.get(), arguments.get("input_ids"), arguments.get("mm_token_type_ids"), labels)
         for modality, output in (arguments.get("mm_encoder_outputs") or {}).items():
             if output is not None:
                 lengths = [len(feature) for feature in output.pooler_output]
@@ -422,7 +345,7 @@ class Session:
                 "media with inputs_embeds need mm_token_type_ids too: without them the media tokens cannot be told "
                 "from text"
             )
-        _call.set(call)
+        current_call.set(call)
         caches.handle_is_active.set(True)
 
     @torch.compiler.disable
@@ -431,9 +354,9 @@ class Session:
 
     def _end_call(self) -> None:
         """Forget the running call of this session, if there is one."""
-        call = _call.get()
+        call = current_call.get()
         if call is not None and call.session is self:
-            _call.set(call.outer)
+            current_call.set(call.outer)
             caches.handle_is_active.set(call.outer is not None)
             capturing.set(None)
 
@@ -441,7 +364,7 @@ class Session:
 
     @_timed
     def _enter_decoder(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = _call.get()
+        call = current_call.get()
         embeds = kwargs.get("inputs_embeds")
         if call is None or embeds is None:
             return None
@@ -465,7 +388,7 @@ class Session:
         self._check_arguments(kwargs, call.length, "the decoder")
         kwargs = dict(kwargs)
         self._read_cache(call, kwargs)
-        self._read_mask(call, kwargs, embeds)
+        read_mask(call, kwargs, embeds)
         call.active = True
         if kwargs.get("position_ids") is None:
             positions = torch.arange(call.past, call.past + call.length, device=embeds.device)
@@ -478,8 +401,7 @@ class Session:
             if kept is not None:
                 before = call.spans
                 moved = self._shorten(call, kept, moved)
-                stage, method = self._encoding_stage()
-                call.report.add(stage, method, None, before, call.spans)
+                call.report.add(*self._encoding_stage(), None, before, call.spans)
             for method, step in self._steps_at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
@@ -515,7 +437,7 @@ class Session:
         """Return whether a step at or inside the decoder removes tokens of these items."""
         for method, step in self._current_steps():
             if step.stage in (Stage.EMBEDS, Stage.DECODER_LAYER):
-                for group in _groups(spans, getattr(method, "scope", "item")):
+                for group in groups_of(spans, getattr(method, "scope", "item")):
                     length = sum(span.length for span in group)
                     if self._count(method, length) != length:
                         return True
@@ -552,26 +474,6 @@ class Session:
         if call.cache is not None:
             caches.check_cache(call.cache)
             call.past = call.cache.get_seq_length()
-
-    def _read_mask(self, call: Call, kwargs: dict[str, Any], embeds: torch.Tensor) -> None:
-        """Sort the mask of the call into padding and a mask given in full."""
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, dict):
-            raise UnsupportedCacheError(
-                "masks prepared for a static or compiled cache cannot be shortened; leave `cache_implementation` at "
-                "its default"
-            )
-        total = call.past + call.length
-        if mask is None:
-            positions = kwargs.get("position_ids")
-            if call.cache is None and positions is not None and _is_packed(positions, embeds.shape[0]):
-                raise UnsupportedInputError("packed sequences (position_ids that restart) cannot be shortened")
-        elif mask.dim() == 4:
-            call.mask = mask
-        elif mask.shape[1] != total:
-            raise UnsupportedInputError(f"attention_mask has {mask.shape[1]} columns for {total} tokens")
-        else:
-            call.valid = mask.to(embeds.device, torch.bool)
 
     def _shorten(self, call: Call, kept: torch.Tensor, moved: dict[str, Any]) -> dict[str, Any]:
         """Take the survivors of everything that has a sequence axis, and note the new places of the media.
@@ -611,8 +513,8 @@ class Session:
             kept = call.block.keep >= 0
         changed = None
         before = call.spans
-        for bucket in self._buckets(call, method, step, hidden.device):
-            site = _Site(self, call, step, hidden, bucket)
+        for bucket in buckets_of(call, method, step, hidden.device):
+            site = Site(self.decoder, self._attention, call, step, hidden, bucket)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
             kept[samples, places] = False
@@ -630,38 +532,9 @@ class Session:
             call.report.add(step.stage, method.name, step.layer, before, call.spans)
         return moved
 
-    def _buckets(
-        self, call: Call, method: Method, step: Step, device: torch.device
-    ) -> list[list[tuple[list[Span], torch.Tensor | None]]]:
-        """Return the groups of media that a step chooses from, equally long ones together."""
-        buckets: dict[tuple[int, int], list[tuple[list[Span], torch.Tensor | None]]] = {}
-        for group in _groups(call.spans, getattr(method, "scope", "item")):
-            length = sum(span.length for span in group)
-            if method.count(length) == length:
-                continue
-            text = self._text_after(call, group, device) if Need.TEXT in step.needs else None
-            buckets.setdefault((length, -1 if text is None else len(text)), []).append((group, text))
-        return list(buckets.values())
-
-    @staticmethod
-    def _text_after(call: Call, group: list[Span], device: torch.device) -> torch.Tensor:
-        """Return the places of the text tokens after a group of media, int64 of shape (T,)."""
-        sample, stop = group[-1].sample, group[-1].stop
-        size = call.length if call.block is None else call.block.keep.shape[1]
-        text = torch.arange(size, device=device) >= stop
-        if call.block is not None:
-            text &= call.block.keep[sample] >= 0
-        if call.valid is not None:
-            tokens = torch.arange(size, device=device) if call.block is None else call.block.keep[sample].clamp(min=0)
-            text &= call.valid[sample, call.past :][tokens]
-        for span in call.spans:
-            if span.sample == sample:
-                text[span.start : span.stop] = False
-        return text.nonzero()[:, 0]
-
     @_timed
     def _enter_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = _call.get()
+        call = current_call.get()
         if call is None or not call.active:
             return None
         index = self._layer_index[module]
@@ -680,7 +553,7 @@ class Session:
             if index == self._last_site:
                 capturing.set(None)
                 call.capture.attention.clear()
-        kwargs["attention_mask"] = self._mask(call, index, hidden)
+        kwargs["attention_mask"] = layer_mask(call, self.decoder.config, index, hidden)
         if "flash" in (self.decoder.config._attn_implementation or ""):
             # Flash kernels read gaps in the positions as borders between packed sequences.
             kwargs["position_ids"] = None
@@ -693,58 +566,9 @@ class Session:
             return (hidden, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": hidden}
 
-    def _mask(self, call: Call, index: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of a layer: stock's for the unpruned sequence, at the keys and queries that are there."""
-        layer = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
-        reduced = layer if isinstance(layer, caches.ReducedMixin) else None
-        past = reduced.physical_length if reduced else 0 if layer is None else layer.get_seq_length()
-        key = (reduced.segments if reduced else (), past, call.segment, hidden.shape[1])
-        if key not in call.masks:
-            filled = bool(reduced and reduced.filled) or bool(call.block and call.block.filled)
-            columns = None
-            if filled or call.valid is not None or call.mask is not None:
-                columns = self._columns(call, reduced, past, hidden)
-            call.masks[key] = self._build_mask(call, columns, past, hidden)
-        mask, call.valid_keys = call.masks[key]
-        return mask
-
-    @staticmethod
-    def _columns(call: Call, reduced: caches.ReducedMixin | None, past: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logical index of every key that a layer will hold, -1 for fill, int64 of shape (B, K)."""
-        batch, device = hidden.shape[0], hidden.device
-        held = reduced.indices() if reduced else torch.arange(past, device=device).expand(batch, -1)
-        if call.block is None:
-            coming = torch.arange(call.past, call.past + call.length, device=device).expand(batch, -1)
-        else:
-            coming = torch.where(call.block.keep < 0, -1, call.block.keep + call.past)
-        return torch.cat([held.to(device), coming], dim=1)
-
-    def _build_mask(
-        self, call: Call, columns: torch.Tensor | None, past: int, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the mask and which keys are valid, bool of shape (B, K), None for all."""
-        valid = None
-        if columns is not None:
-            valid = columns >= 0
-            if call.valid is not None:
-                valid &= call.valid.gather(1, columns.clamp(min=0))
-            if call.mask is not None:
-                mask = call.mask.expand(hidden.shape[0], -1, -1, -1)
-                mask = mask if call.block is None else call.block.gather(mask.transpose(1, 2)).transpose(1, 2)
-                index = columns.clamp(min=0)[:, None, None].expand(-1, *mask.shape[1:3], -1)
-                barred = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-                return mask.gather(-1, index).masked_fill(~valid[:, None, None], barred), valid
-        from transformers.masking_utils import create_causal_mask
-
-        lengths: Any = {self._mask_cache_argument: _Lengths(past)}
-        mask = create_causal_mask(
-            config=self.decoder.config, inputs_embeds=hidden, attention_mask=valid, position_ids=None, **lengths
-        )
-        return mask, valid
-
     @_timed
     def _leave_decoder(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        call = _call.get()
+        call = current_call.get()
         if call is None or not call.active:
             return None
         if call.report is not None:
@@ -759,75 +583,11 @@ class Session:
         return output
 
 
-@dataclass
-class _Site:
-    """A bucket of equally long groups of media at the site of a step inside or before the decoder."""
-
-    session: Session
-    call: Call
-    step: Step
-    hidden: torch.Tensor
-    bucket: list[tuple[list[Span], torch.Tensor | None]]
-
-    def __post_init__(self) -> None:
-        device = self.hidden.device
-        self.samples = torch.tensor([group[0].sample for group, _ in self.bucket], device=device)
-        self.places = torch.tensor(
-            [[place for span in group for place in range(span.start, span.stop)] for group, _ in self.bucket],
-            device=device,
-        )
-        texts = [text for _, text in self.bucket if text is not None]
-        self.text_places = torch.stack(texts) if texts else None
-
-    def context(self) -> Context:
-        """Return what the step sees."""
-        text = None if self.text_places is None else self.original(self.text_places)
-        return Context(self._rows(self.places), self.step.needs, self._observe, self.original(self.places), text)
-
-    def original(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions in the unpruned call of places of the bucket's samples, (G, n)."""
-        block = self.call.block
-        return places if block is None else block.keep[self.samples.unsqueeze(1), places]
-
-    def _rows(self, places: torch.Tensor) -> torch.Tensor:
-        return self.hidden[self.samples.unsqueeze(1), places]
-
-    def _observe(self, need: Need, text: bool) -> torch.Tensor:
-        places = self.text_places if text and self.text_places is not None else self.places
-        if need is Need.NORMED_HIDDEN:
-            return self.session.decoder.norm(self._rows(places))  # type: ignore[operator]
-        assert self.step.layer is not None
-        seen = self.call.capture.attention[self.session._attention(self.step.layer - 1)]
-        keys = places + seen.key.shape[2] - self.hidden.shape[1]
-        if need is Need.LAYER_KEYS:
-            return seen.key[self.samples.unsqueeze(1), :, keys].flatten(2)
-        rows = seen.rows(self._last_places(seen), self.call.valid_keys)[self.samples]
-        return rows.gather(2, keys.unsqueeze(1).expand(-1, rows.shape[1], -1))
-
-    def _last_places(self, seen: Seen) -> torch.Tensor:
-        """Return the place of each sample's last token among the queries, int64 of shape (B,)."""
-        batch, _, queries, _ = seen.query.shape
-        if self.call.valid_keys is None:
-            return torch.full((batch,), queries - 1, device=seen.query.device)
-        order = torch.arange(queries, device=seen.query.device)
-        return (order * self.call.valid_keys[:, -queries:]).argmax(1)
-
-
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return positional and keyword arguments of a forward by name."""
     if not args:
         return kwargs
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-
-
-def _groups(spans: list[Span], scope: str) -> list[list[Span]]:
-    """Return the spans that share a budget: each on its own, or all of a sample."""
-    if scope == "item":
-        return [[span] for span in spans]
-    samples: dict[int, list[Span]] = {}
-    for span in spans:
-        samples.setdefault(span.sample, []).append(span)
-    return list(samples.values())
 
 
 def _positions(hidden: torch.Tensor) -> torch.Tensor:
@@ -860,13 +620,3 @@ def _gather_argument(name: str, value: Any, reduction: Reduction) -> Any:
     if name == "position_embeddings":
         return tuple(reduction.gather(part, -2) for part in value)
     return reduction.gather(value, 1)
-
-
-def _is_packed(positions: torch.Tensor, batch: int) -> bool:
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    if positions.dim() == 3:
-        if positions.shape[0] != 4:
-            return False
-        positions = positions[0]
-    return find_packed_sequence_indices(positions.expand(batch, -1)) is not None

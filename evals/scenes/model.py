@@ -7,15 +7,8 @@ from typing import Any
 from .generator import COLOURS, COLUMNS, PATCH, ROWS, SHAPES, SIZE, WORDS
 
 PAD, BOS, EOS, IMAGE, ANSWER, UNKNOWN = "<pad>", "<bos>", "<eos>", "<image>", "<answer>", "<unk>"
-_WORDS = (
-    *("what color is the ? shape how many objects are there a where digit shown word yes no".split()),
-    *SHAPES,
-    *COLOURS,
-    *WORDS,
-    *ROWS,
-    *(column for column in COLUMNS if column not in ROWS),
-    *map(str, range(10)),
-)
+_QUESTION_WORDS = "what color is the ? shape how many objects are there a where digit shown word yes no"
+_WORDS = (*_QUESTION_WORDS.split(), *SHAPES, *COLOURS, *WORDS, *ROWS, *COLUMNS, *map(str, range(10)))
 VOCABULARY = (PAD, BOS, EOS, IMAGE, ANSWER, UNKNOWN, *dict.fromkeys(_WORDS))
 IDS = {word: index for index, word in enumerate(VOCABULARY)}
 

@@ -25,8 +25,19 @@ import typer
 from torch import nn
 from torch.nn import functional as F
 
-from .generator import COLOURS, KINDS, PATCH, SHAPES, SIZE, TRAINING_SEEDS, VALIDATION_SEEDS, WORDS, held_out, make_scene
-from .model import ANSWER, BOS, EOS, IDS, IMAGE, PAD, build_model, build_processor
+from .generator import (
+    COLOURS,
+    KINDS,
+    PATCH,
+    SHAPES,
+    SIZE,
+    TRAINING_SEEDS,
+    VALIDATION_SEEDS,
+    WORDS,
+    held_out,
+    make_scene,
+)
+from .model import ANSWER, BOS, EOS, IDS, PAD, build_model, build_processor
 
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
@@ -326,7 +337,9 @@ def main(
     minutes: Annotated[str, typer.Option(help="minutes of the three stages")] = "10,50,60",
     seed: Annotated[int, typer.Option(help="seed of weights and data")] = 0,
     cache: Annotated[Path, typer.Option(help="folder of checkpoint and log")] = Path("~/.cache/tokred/scenes"),
-    export_to: Annotated[Path | None, typer.Option("--export", help="write the newest checkpoint here, and stop")] = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", help="write the newest checkpoint here, and stop")
+    ] = None,
 ) -> None:
     """Train the scene model, going on from the newest checkpoint, or export it."""
     cache = cache.expanduser()

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole image and its tiles, tiles joined row by row with padding cut off and a newline after each row."""
+"""LLaVA-NeXT: the whole image, then its tiles joined row by row, without padding and with a newline after each row."""
 
 from collections.abc import Sequence
 from functools import partial
