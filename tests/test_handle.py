@@ -197,6 +197,27 @@ def test_attention_implementation_may_change_after_apply():
         torch.testing.assert_close(output.logits, before, atol=1e-5, rtol=1e-5)
 
 
+def test_a_handle_that_never_acted_warns_once(caplog):
+    model = tiny.llava()
+    with caplog.at_level("WARNING", logger="tokred"), tokred.apply(model, "random"):
+        model(**tiny.inputs("llava", [tiny.TEXT_ONLY]))
+    with caplog.at_level("WARNING", logger="tokred"), tokred.apply(model, "random"):
+        model(**tiny.inputs("llava", [tiny.ONE_IMAGE]))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["random removed no token in 1 prefills"]
+
+
+def test_offloaded_weights_change_nothing():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate offloads the weights")
+    batch = tiny.inputs("qwen2_5_vl", [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
+    for method in ("divprune", "dart", "fastv"):
+        model = tiny.qwen2_5_vl()
+        with tokred.apply(model, method, keep=0.5):
+            expected = model(**batch).logits
+        accelerate.cpu_offload(model, execution_device="cpu")
+        with tokred.apply(model, method, keep=0.5):
+            assert torch.equal(model(**batch).logits, expected)
+
+
 def test_results_are_deterministic():
     model = tiny.llava()
     batch = tiny.inputs("llava", [tiny.ONE_IMAGE])

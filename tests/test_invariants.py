@@ -249,6 +249,27 @@ def test_outputs_keep_the_callers_length(family, probe):
 
 @every_family
 @every_probe
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_given_in_full_is_gathered(family, probe, attention):
+    """A 4-D mask that also hides one text token equals the 2-D mask that hides it."""
+    model = tiny.BUILDERS[family](attention)
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE])
+    length = batch["input_ids"].shape[1]
+    hidden = torch.ones(1, length, dtype=torch.long)
+    hidden[0, 1] = 0
+    seen = torch.ones(length, length, dtype=torch.bool).tril() & hidden.bool() | torch.eye(length, dtype=torch.bool)
+    full = seen[None, None] if attention == "sdpa" else torch.where(seen, 0.0, torch.finfo(torch.float).min)[None, None]
+    positions = tiny.base_inputs(model, batch)["position_ids"]
+    if positions is None:
+        positions = torch.arange(length).unsqueeze(0)
+    with tokred.apply(model, probe):
+        flat = model(**batch | {"attention_mask": hidden, "position_ids": positions}).logits
+        given = model(**batch | {"attention_mask": full, "position_ids": positions}).logits
+    torch.testing.assert_close(given[:, 2:], flat[:, 2:], **TOLERANCE)
+
+
+@every_family
+@every_probe
 def test_two_handles_on_two_models_do_not_meet(family, probe):
     first, second = tiny.BUILDERS[family](), tiny.BUILDERS[family]()
     batch = tiny.inputs(family, [tiny.ONE_IMAGE])

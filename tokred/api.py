@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from .session import Session
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+logger = logging.getLogger("tokred")
 
 
 class Handle:
@@ -111,6 +114,12 @@ class Handle:
     def remove(self) -> None:
         """Take the method off the model, which is then as it was before; a second call does nothing."""
         self._session.detach()
+        if not self._removed and self._session.statistics.idle_calls and not self._session.statistics.calls:
+            logger.warning(
+                "%s removed no token in %d prefills: the inputs held no media, or the budget kept them all",
+                ", ".join(method.name for method in self.methods),
+                self._session.statistics.idle_calls,
+            )
         self._removed = True
 
     def _check_live(self) -> None:

@@ -57,7 +57,8 @@ def read_mask(call: Call, kwargs: dict[str, Any], embeds: torch.Tensor) -> None:
     elif mask.shape[1] != total:
         raise UnsupportedInputError(f"attention_mask has {mask.shape[1]} columns for {total} tokens")
     else:
-        call.valid = mask.to(embeds.device, torch.bool)
+        valid = mask.to(embeds.device, torch.bool)
+        call.valid = None if valid.all() else valid
 
 
 def layer_mask(call: Call, config: Any, index: int, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -99,7 +100,10 @@ def _build_mask(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mask and which keys are valid, bool of shape (B, K), None for all."""
     valid = None
-    if columns is not None:
+    if columns is None:
+        if (hidden.shape[1] == 1 or past == 0) and _needs_no_causal_mask(config):
+            return None, None
+    else:
         valid = columns >= 0
         if call.valid is not None:
             valid &= call.valid.gather(1, columns.clamp(min=0))
@@ -114,6 +118,12 @@ def _build_mask(
     lengths: Any = {mask_cache_argument(): _Lengths(past)}
     mask = create_causal_mask(config=config, inputs_embeds=hidden, attention_mask=valid, position_ids=None, **lengths)
     return mask, valid
+
+
+def _needs_no_causal_mask(config: Any) -> bool:
+    """Return whether the kernel is causal by itself for one query, or for as many queries as keys."""
+    implementation = config._attn_implementation or ""
+    return implementation == "sdpa" or "flash" in implementation
 
 
 def _is_packed(positions: torch.Tensor, batch: int) -> bool:

@@ -147,6 +147,7 @@ class Statistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.calls = 0
+        self.idle_calls = 0
         self.seconds = 0.0
         self.visual_before = 0
         self.visual_after = 0
@@ -156,6 +157,11 @@ class Statistics:
         """Add host time spent in hooks."""
         with self._lock:
             self.seconds += seconds
+
+    def add_idle(self) -> None:
+        """Add a prefill in which no token was removed."""
+        with self._lock:
+            self.idle_calls += 1
 
     def add(self, report: CallReport) -> None:
         """Add a prefill."""

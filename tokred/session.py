@@ -376,6 +376,8 @@ class Session:
         if placeholders:
             call.spans = place_items(placeholders, call.items)
         elif not call.active:
+            if call.length > 1 and not self.paused:
+                self.statistics.add_idle()
             return None
 
         kept = _survivors_of_encoding(embeds, placeholders)
@@ -383,6 +385,7 @@ class Session:
             self._check_encoded(call.spans)
         if kept is None and not self._reduces_later(call.spans) and not call.active:
             call.spans = []
+            self.statistics.add_idle()
             return None
 
         self._check_arguments(kwargs, call.length, "the decoder")
