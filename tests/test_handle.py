@@ -38,6 +38,23 @@ def test_apply_takes_names_objects_dicts_and_lists():
             assert handle.methods == (tokred.FastV(keep=0.5),)
 
 
+def test_apply_takes_a_recipe(tmp_path):
+    model = tiny.llava()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("- {method: uniform, keep: 0.5}\n- {method: fastv, layer: 3}\n")
+    with tokred.apply(model, str(recipe)) as handle:
+        assert handle.methods == (tokred.Uniform(keep=0.5), tokred.FastV(layer=3))
+    recipe.write_text(tokred.DART(keep=0.5).to_yaml())
+    with tokred.apply(model, str(recipe), layer=1) as handle:
+        assert handle.methods == (tokred.DART(keep=0.5, layer=1),)
+    for text in ("keep: 0.5", "[", "- dart"):
+        recipe.write_text(text)
+        with pytest.raises(tokred.errors.ParameterError, match="recipe"):
+            tokred.apply(model, str(recipe))
+    with pytest.raises(tokred.errors.ParameterError, match="cannot be read"):
+        tokred.apply(model, str(tmp_path / "none.yaml"))
+
+
 def test_summary_counts_tokens_layers_and_calls():
     model = tiny.llava()
     batch = tiny.inputs("llava", [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
@@ -137,6 +154,18 @@ def test_pause_stops_new_selections_only():
         handle.resume()
         assert not torch.equal(model(**batch).logits, stock)
     assert torch.equal(torch.stack(paused.scores), torch.stack(expected.scores))
+
+
+def test_features_encoded_before_a_pause_leave_with_their_carriers():
+    model = tiny.llava()
+    batch = tiny.inputs("llava", [tiny.ONE_IMAGE])
+    if not tiny.BEAMS_REPEAT_IMAGES_BY_ROW:
+        pytest.skip("transformers below 5.20 takes no mm_encoder_outputs")
+    with tokred.apply(model, Every2()) as handle:
+        expected = model(**batch).logits
+        encoded = model.model.get_image_features(batch.pop("pixel_values"), return_dict=True)
+        handle.pause()
+        assert torch.equal(model(**batch, mm_encoder_outputs={"image": encoded}).logits, expected)
 
 
 def test_override_holds_in_its_thread_only():

@@ -171,6 +171,37 @@ def test_second_turn_equals_one_shot(family, probe, attention):
     torch.testing.assert_close(_scores(second), _scores(one_shot), **TOLERANCE)
 
 
+@every_probe
+def test_second_turn_with_a_new_image(probe):
+    model = tiny.llava()
+    first_batch = tiny.inputs("llava", [tiny.ONE_IMAGE])
+    with tokred.apply(model, probe):
+        first = _generate(model, first_batch, steps=3)
+        more = tiny.inputs("llava", [tiny.Row((21, tiny.IMAGE, 22, 23), ((4, 4),))])
+        ids = torch.cat([first.sequences, more["input_ids"]], 1)
+        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        second = _generate(
+            model, full | {"pixel_values": more["pixel_values"], tiny.CACHE_NAME: tiny.cache_of(first)}, steps=4
+        )
+        both = torch.cat([first_batch["pixel_values"], more["pixel_values"]])
+        one_shot = _generate(model, full | {"pixel_values": both}, steps=4)
+    lengths = [layer.keys.shape[-2] for layer in tiny.cache_of(second).layers]
+    assert lengths == [layer.keys.shape[-2] for layer in tiny.cache_of(one_shot).layers]
+    torch.testing.assert_close(_scores(second), _scores(one_shot), **TOLERANCE)
+
+
+@every_family
+@every_probe
+def test_prompt_lookup_decoding_equals_greedy(family, probe):
+    """Assisted decoding feeds several tokens at once and crops the cache."""
+    model = tiny.BUILDERS[family]()
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE])
+    with tokred.apply(model, probe):
+        greedy = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        assisted = model.generate(**batch, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    assert torch.equal(greedy, assisted)
+
+
 @every_family
 @every_probe
 @pytest.mark.parametrize("mode", ["beams", "beam_sampling", "sampling", "copied_cache", "no_cache"])

@@ -1,6 +1,7 @@
 """The scene generator, the labels made from it, and the shipped model."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_a_seed_makes_one_scene():
 
 def test_seed_ranges_do_not_meet():
     ranges = sorted([HELD_OUT_SEEDS, VALIDATION_SEEDS, TRAINING_SEEDS], key=lambda seeds: seeds.start)
-    for before, after in zip(ranges, ranges[1:]):
+    for before, after in pairwise(ranges):
         assert before.stop <= after.start
 
 
@@ -42,7 +43,7 @@ def test_scenes_fill_the_grid_without_overlap():
         assert len({thing.cell for thing in things}) == len(things)
         for thing in things:
             left, top, width = thing.box
-            assert 0 <= left
+            assert left >= 0
             assert left + width <= SIZE
             assert int((left + width / 2) * 3 / SIZE) == thing.cell % 3
             assert int((top + (7 if thing.name in CLASSES[16:] else width / 2)) * 3 / SIZE) == thing.cell // 3

@@ -8,8 +8,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from torch import nn
 
 from .adapters import ModelAdapter
@@ -173,7 +175,8 @@ def apply(
 
     Args:
         model: a transformers model, or a transformers pipeline that holds one.
-        method: the name of a method, a `Method`, its dict form, or a list of these that act on different stages.
+        method: the name of a method, a `Method`, its dict form, or a list of these that act on different stages; or
+            the path of a `.yaml` recipe that holds a dict form or a list of them.
         parameters: parameters of the method; only for a single one.
 
     Returns:
@@ -188,6 +191,8 @@ def apply(
         StageTakenError: two methods act on one stage, or the model already has a handle.
         AlreadyCompiledError: the model is compiled, so that hooks added now would never run.
     """
+    if isinstance(method, str) and Path(method).suffix in (".yaml", ".yml"):
+        method = _read_recipe(Path(method))
     given = [method] if isinstance(method, str | Method | dict) else list(method)
     if not given:
         raise ParameterError("the list of methods is empty")
@@ -209,6 +214,21 @@ def apply(
     session = Session(target, adapter, methods)
     session.attach()
     return Handle(session)
+
+
+def _read_recipe(path: Path) -> dict[str, Any] | list[dict[str, Any]]:
+    try:
+        recipe = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ParameterError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ParameterError(f"recipe {str(path)!r} is no YAML: {error}") from error
+    parts = recipe if isinstance(recipe, list) else [recipe]
+    if not all(isinstance(part, dict) and "method" in part for part in parts):
+        raise ParameterError(
+            f"recipe {str(path)!r} holds neither a mapping with a 'method' nor a list of such mappings"
+        )
+    return recipe
 
 
 def _resolve(model: Any) -> tuple[nn.Module, ModelAdapter]:

@@ -100,7 +100,8 @@ class Context:
     def text_positions(self) -> torch.Tensor:
         """Original positions of the text tokens after the items, (G, T); the step must declare `Need.TEXT`."""
         self._check(Need.TEXT)
-        assert self._text_positions is not None  # the session gives them to every step that declares the need
+        if self._text_positions is None:
+            raise UndeclaredObservationError("no text follows tokens that stand in no sequence yet")
         return self._text_positions
 
     def observe(self, need: Need) -> torch.Tensor:

@@ -82,7 +82,7 @@ def build_method(method: str | Method | dict[str, Any], parameters: dict[str, An
         ParameterError: a parameter is unknown or out of range, or given beside a finished method.
     """
     if isinstance(method, Method):
-        return dataclasses.replace(method, **parameters) if parameters else method
+        return method.from_dict(method.to_dict() | parameters) if parameters else method
     if isinstance(method, dict):
         parameters = {key: value for key, value in method.items() if key != "method"} | parameters
         method = method.get("method", "")

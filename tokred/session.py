@@ -372,12 +372,13 @@ class Session:
         call.cache = kwargs.get(self._cache_argument)
         held = [] if call.cache is None else call.cache.layers
         call.active = any(isinstance(layer, caches.ReducedMixin) for layer in held)
-        placeholders = {} if self.paused or call.length == 1 else self._placeholders(call)
+        # Media encoded before a pause may hold carriers, which have to leave now too.
+        placeholders = {} if call.length == 1 else self._placeholders(call)
         if placeholders:
             call.spans = place_items(placeholders, call.items)
         elif not call.active:
-            if call.length > 1 and not self.paused:
-                self.statistics.add_idle()
+            if call.length > 1:
+                self._note_idle()
             return None
 
         kept = _survivors_of_encoding(embeds, placeholders)
@@ -385,7 +386,7 @@ class Session:
             self._check_encoded(call.spans)
         if kept is None and not self._reduces_later(call.spans) and not call.active:
             call.spans = []
-            self.statistics.add_idle()
+            self._note_idle()
             return None
 
         self._check_arguments(kwargs, call.length, "the decoder")
@@ -409,6 +410,10 @@ class Session:
                 moved = self._run_step(call, method, step, moved)
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
         return args, kwargs | moved | {"attention_mask": None}
+
+    def _note_idle(self) -> None:
+        if not self.paused:
+            self.statistics.add_idle()
 
     def _placeholders(self, call: Call) -> dict[str, torch.Tensor]:
         """Return which tokens of the call stand for media, by modality, without the modalities that do not occur."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .call import Call
+from .errors import UndeclaredObservationError
 from .layout import Span
 from .method import Context, Method, Need, Step
 from .observe import Seen
@@ -93,7 +94,8 @@ class Site:
         places = self.text_places if text and self.text_places is not None else self.places
         if need is Need.NORMED_HIDDEN:
             return self.decoder.norm(self._rows(places))  # type: ignore[operator]
-        assert self.step.layer is not None
+        if self.step.layer is None:
+            raise UndeclaredObservationError(f"{need} can be observed inside the decoder only")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)]
         keys = places + seen.key.shape[2] - self.hidden.shape[1]
         if need is Need.LAYER_KEYS:

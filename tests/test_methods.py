@@ -1,0 +1,122 @@
+"""Properties of single methods that no golden file pins."""
+
+import pytest
+import tiny
+import torch
+
+import tokred
+from tokred import Context, Need
+from tokred.errors import UndeclaredObservationError
+from tokred.vision.visionzip import zip_tokens
+
+
+def _noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 37])
+@pytest.mark.parametrize("method", sorted(tokred.methods()))
+def test_every_method_keeps_its_budget(method, length, keep):
+    built = tokred.methods()[method](keep=keep)
+    count = built.count(length)
+    assert count == min(length, max(1, round(keep * length)))
+    if count == length:
+        return
+    [step] = built.plan(tokred.ModelShape(num_layers=4))
+    groups, text = 2, 3
+    made = {
+        Need.CLS_ROW: _noise(groups, 2, length + 1).softmax(-1),
+        Need.TOWER_KEYS: _noise(groups, length + 1, 8),
+        Need.CLS_HIDDEN: _noise(groups, 1, 8),
+        Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
+        Need.LAYER_KEYS: _noise(groups, length + text, 8),
+        Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
+    }
+
+    def provide(need, of_text):
+        whole = made[need]
+        if need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
+            return whole[:, length:] if of_text else whole[:, :length]
+        return whole
+
+    places = torch.arange(length + text).expand(groups, -1)
+    context = Context(_noise(groups, length, 8), step.needs, provide, places[:, :length], places[:, length:])
+    selection = step.select(context)
+    assert selection.keep.shape == (groups, count)
+    assert (selection.keep.diff(dim=1) > 0).all()
+    assert selection.keep.min() >= 0
+    assert selection.keep.max() < length
+    if selection.rows is not None:
+        assert selection.rows.shape == (groups, count, 8)
+
+
+def test_undeclared_observations_are_refused():
+    context = Context(_noise(1, 2, 3), frozenset({Need.LAST_ROW}), lambda need, text: need, torch.arange(2)[None])
+    assert context.observe(Need.LAST_ROW) is Need.LAST_ROW
+    with pytest.raises(UndeclaredObservationError, match="cls_row"):
+        context.observe(Need.CLS_ROW)
+    with pytest.raises(UndeclaredObservationError, match="text"):
+        context.observe_text(Need.LAST_ROW)
+    with pytest.raises(UndeclaredObservationError, match="text"):
+        _ = context.text_positions
+
+
+def test_uniform_spreads_evenly():
+    model = tiny.llava()
+    with tokred.apply(model, "uniform", num_tokens=4) as handle:
+        model(**tiny.inputs("llava", [tiny.ONE_IMAGE]))
+        columns = [(token.row, token.column) for token in handle.trace()[0]]
+    assert columns == [(0, 2), (1, 2), (2, 2), (3, 2)]
+
+
+def test_random_depends_on_its_seed():
+    model = tiny.llava()
+    kept = []
+    for seed in (0, 0, 1):
+        with tokred.apply(model, "random", num_tokens=5, seed=seed) as handle:
+            model(**tiny.inputs("llava", [tiny.ONE_IMAGE]))
+            kept.append([token.position for token in handle.trace()[0]])
+    assert kept[0] == kept[1] != kept[2]
+
+
+def test_divprune_repeats_duplicates_only_as_released():
+    features = torch.eye(4)[[0, 0, 1, 2, 3]].unsqueeze(0)
+    corrected = tokred.DivPrune(num_tokens=5).picks(features)[0]
+    assert sorted(corrected.tolist()) == [0, 1, 2, 3, 4]
+    released = tokred.DivPrune(num_tokens=5, reference_exact=True).picks(features)[0]
+    assert len(set(released.tolist())) == 4
+
+
+def test_dart_takes_the_least_similar_tokens():
+    """One visual pivot and no text: by hand the tokens that point farthest from it."""
+    angles = torch.tensor([0.0, 0.1, 3.0, 0.2, 1.5, 2.0])
+    hidden = torch.stack([angles.cos(), angles.sin()], dim=-1).unsqueeze(0)
+    keys = torch.tensor([9.0, 1, 1, 1, 1, 1]).view(1, 6, 1)
+    places = torch.arange(6).unsqueeze(0)
+    method = tokred.DART(num_tokens=3, pivots_image=1, pivots_text=0)
+    nothing = hidden[:, :0], keys[:, :0], places[:, :0]
+    assert method.survivors((hidden, keys, places), nothing).tolist() == [[0, 2, 5]]
+
+
+def test_zip_adds_the_mean_of_what_joins():
+    """Patch 3 is dominant; of the rest the two targets are patches 0 and 2, patch 1 joins 0 and patch 4 joins 2."""
+    hidden = torch.tensor([[1.0], [10.0], [100.0], [1000.0], [10000.0]]).unsqueeze(0)
+    keys = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [1, 1], [0.1, 1]]).unsqueeze(0)
+    row = torch.tensor([0.1, 0.1, 0.1, 0.9, 0.1]).view(1, 1, 5)
+    zipped = zip_tokens(row, hidden, keys, dominant=1, contextual=2)
+    assert zipped.dominant.tolist() == [[3]]
+    assert zipped.targets.tolist() == [[0, 2]]
+    assert zipped.contextual[0, :, 0].tolist() == [11.0, 10100.0]
+
+
+def test_visionzip_gives_the_cls_token_a_free_place():
+    model = tiny.llava()
+    batch = tiny.inputs("llava", [tiny.ONE_IMAGE])
+    with tokred.apply(model, "visionzip", num_tokens=8):
+        features = model.model.get_image_features(batch["pixel_values"], return_dict=True).pooler_output[0]
+    tower = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2]
+    cls = model.model.multi_modal_projector(tower[:, :1])[0, 0]
+    alive = features[~features.isnan().any(-1)]
+    assert len(alive) == 8
+    assert any(torch.allclose(row, cls, atol=1e-5) for row in alive)
