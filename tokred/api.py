@@ -118,7 +118,7 @@ class Handle:
         self._session.detach()
         if not self._removed and self._session.statistics.idle_calls and not self._session.statistics.calls:
             logger.warning(
-                "%s removed no token in %d prefills: the inputs held no media, or the budget kept them all",
+                "%s removed no token: none of the %d prefills held media",
                 ", ".join(method.name for method in self.methods),
                 self._session.statistics.idle_calls,
             )

@@ -159,7 +159,7 @@ class Statistics:
             self.seconds += seconds
 
     def add_idle(self) -> None:
-        """Add a prefill in which no token was removed."""
+        """Add a prefill without media."""
         with self._lock:
             self.idle_calls += 1
 

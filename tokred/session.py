@@ -377,8 +377,8 @@ class Session:
         if placeholders:
             call.spans = place_items(placeholders, call.items)
         elif not call.active:
-            if call.length > 1:
-                self._note_idle()
+            if call.length > 1 and not self.paused:
+                self.statistics.add_idle()
             return None
 
         kept = _survivors_of_encoding(embeds, placeholders)
@@ -386,7 +386,6 @@ class Session:
             self._check_encoded(call.spans)
         if kept is None and not self._reduces_later(call.spans) and not call.active:
             call.spans = []
-            self._note_idle()
             return None
 
         self._check_arguments(kwargs, call.length, "the decoder")
@@ -410,10 +409,6 @@ class Session:
                 moved = self._run_step(call, method, step, moved)
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
         return args, kwargs | moved | {"attention_mask": None}
-
-    def _note_idle(self) -> None:
-        if not self.paused:
-            self.statistics.add_idle()
 
     def _placeholders(self, call: Call) -> dict[str, torch.Tensor]:
         """Return which tokens of the call stand for media, by modality, without the modalities that do not occur."""
