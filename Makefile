@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/tokred demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600

@@ -104,7 +104,8 @@ def task(monkeypatch, checkpoint):
 
 
 def _run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    # Usage errors are folded to the terminal's width, which could split the path that a test looks for.
+    return CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def test_list_names_every_method_and_family():

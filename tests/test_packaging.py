@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import tokred
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,10 +36,29 @@ def test_no_foreign_top_level_names(wheel):
         "tokred_evals",
         "tokred_integrations",
     }
-    files = zipfile.ZipFile(wheel).namelist()
-    assert "tokred/py.typed" in files
-    assert "tokred/kernels/match/naive.py" in files
-    assert "tokred_evals/scenes/generator.py" in files
+
+
+def test_nothing_is_left_out(wheel):
+    installed = set(zipfile.ZipFile(wheel).namelist())
+    folders = {"tokred": "tokred", "evals": "tokred_evals", "integrations": "tokred_integrations"}
+    tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    needed = [
+        name
+        for name in tracked.splitlines()
+        if name.endswith((".py", "py.typed")) or name.startswith("evals/scenes/model/")
+    ]
+    assert len(needed) > 30
+    missing = [name for name in needed if name.replace(*_rename(name, folders), 1) not in installed]
+    assert not missing
+
+
+def test_version_is_the_packages_own(wheel):
+    assert wheel.name.startswith(f"tokred-{tokred.__version__}-")
+
+
+def _rename(name: str, folders: dict[str, str]) -> tuple[str, str]:
+    folder = name.split("/")[0]
+    return folder, folders[folder]
 
 
 def test_works_outside_the_checkout(wheel, tmp_path):
