@@ -14,3 +14,10 @@ torch.set_num_threads(1)
 def _no_gradients():
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -16,13 +16,6 @@ import tokred
 METHODS = "random,uniform,divprune,dart,fastv,visionzip"
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory):
     """Output, rows and details of one smoke run over everything."""

@@ -34,13 +34,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Folder of a tiny LLaVA with its processor, as a user would save it."""

@@ -161,7 +161,7 @@ def test_mask_of_wrong_length(model, batch):
 
 
 def test_features_encoded_before_apply(model, batch):
-    if not hasattr(model, "_supports_mm_encoder_outputs"):
+    if not tiny.TAKES_ENCODED_MEDIA:
         pytest.skip("transformers below 5.20 takes no mm_encoder_outputs")
     encoded = model.model.get_image_features(batch["pixel_values"], return_dict=True)
     text = {name: value for name, value in batch.items() if name != "pixel_values"}
@@ -194,6 +194,14 @@ def test_unknown_sequence_argument_is_refused(model, batch):
     length = batch["input_ids"].shape[1]
     with tokred.apply(model, "random"), pytest.raises(UnsupportedFamilyError, match="'extra' of shape"):
         model(**batch, extra=torch.zeros(1, length))
+
+
+def test_an_argument_of_a_decode_step_is_not_taken_for_a_sequence(model, batch):
+    """A decode step shortens nothing, and its one token has the length of any axis of size 1."""
+    with tokred.apply(model, "random"):
+        cache = tiny.cache_of(model(**batch))
+        step = model(input_ids=torch.tensor([[7]]), **{tiny.CACHE_NAME: cache}, extra=torch.zeros(1, 1))
+    assert torch.isfinite(step.logits).all()
 
 
 def test_removed_handle(model):

@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import accelerate
 import pytest
 import tiny
 import torch
@@ -159,7 +160,7 @@ def test_pause_stops_new_selections_only():
 def test_features_encoded_before_a_pause_leave_with_their_carriers():
     model = tiny.llava()
     batch = tiny.inputs("llava", [tiny.ONE_IMAGE])
-    if not tiny.BEAMS_REPEAT_IMAGES_BY_ROW:
+    if not tiny.TAKES_ENCODED_MEDIA:
         pytest.skip("transformers below 5.20 takes no mm_encoder_outputs")
     with tokred.apply(model, Every2()) as handle:
         expected = model(**batch).logits
@@ -236,7 +237,6 @@ def test_a_handle_that_never_acted_warns_once(caplog):
 
 
 def test_offloaded_weights_change_nothing():
-    accelerate = pytest.importorskip("accelerate", reason="accelerate offloads the weights")
     batch = tiny.inputs("qwen2_5_vl", [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
     for method in ("divprune", "dart", "fastv"):
         model = tiny.qwen2_5_vl()

@@ -255,3 +255,4 @@ _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 CACHE_NAME = "cache" if _VERSION >= (5, 24) else "past_key_values"
 # Before, beams repeated images one by one, which mixes up the images of a prompt with two of them.
 BEAMS_REPEAT_IMAGES_BY_ROW = _VERSION >= (5, 20)
+TAKES_ENCODED_MEDIA = _VERSION >= (5, 20)

@@ -1,4 +1,4 @@
-"""TokenLayout: what every token of a call is, per sample."""
+"""The layout of a call: which of its tokens show which media item, per sample."""
 
 from __future__ import annotations
 

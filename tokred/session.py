@@ -388,9 +388,13 @@ class Session:
             call.spans = []
             return None
 
-        self._check_arguments(kwargs, call.length, "the decoder")
         kwargs = dict(kwargs)
         self._read_cache(call, kwargs)
+        if call.spans:
+            # Only now can something get shorter: later tokens, one by one, change no length but their own.
+            self._check_arguments(kwargs, call.length, "the decoder")
+            if call.cache is not None:
+                caches.check_cache(call.cache)
         read_mask(call, kwargs, embeds)
         call.active = True
         if kwargs.get("position_ids") is None:
@@ -457,7 +461,7 @@ class Session:
     def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
         """Refuse an argument that would stay at full length while everything else gets shorter."""
         for name, value in arguments.items():
-            if name in DECODER_ARGUMENTS or name in ("hidden_states", "position_embeddings"):
+            if name in DECODER_ARGUMENTS:
                 continue
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, torch.Tensor) and length in tensor.shape:
@@ -475,7 +479,6 @@ class Session:
 
             call.cache = kwargs[self._cache_argument] = DynamicCache(config=self.decoder.config)
         if call.cache is not None:
-            caches.check_cache(call.cache)
             call.past = call.cache.get_seq_length()
 
     def _shorten(self, call: Call, kept: torch.Tensor, moved: dict[str, Any]) -> dict[str, Any]:
@@ -517,7 +520,7 @@ class Session:
         changed = None
         before = call.spans
         for bucket in buckets_of(call, method, step, hidden.device):
-            site = Site(self.decoder, self._attention, call, step, hidden, bucket)
+            site = Site(self.decoder.norm, self._attention, call, step, hidden, bucket)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
             kept[samples, places] = False

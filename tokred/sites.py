@@ -60,7 +60,7 @@ def _text_after(call: Call, group: list[Span], device: torch.device) -> torch.Te
 class Site:
     """A bucket of equally long groups of media at the site of a step inside or before the decoder."""
 
-    decoder: nn.Module
+    norm: Callable[[torch.Tensor], torch.Tensor]
     attention: Callable[[int], nn.Module]
     call: Call
     step: Step
@@ -93,7 +93,7 @@ class Site:
     def _observe(self, need: Need, text: bool) -> torch.Tensor:
         places = self.text_places if text and self.text_places is not None else self.places
         if need is Need.NORMED_HIDDEN:
-            return self.decoder.norm(self._rows(places))  # type: ignore[operator]
+            return self.norm(self._rows(places))
         if self.step.layer is None:
             raise UndeclaredObservationError(f"{need} can be observed inside the decoder only")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)]

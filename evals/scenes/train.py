@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ import typer
 from torch import nn
 from torch.nn import functional as F
 
+from ..measure import restart_with_allocator
 from .generator import (
     COLOURS,
     KINDS,
@@ -39,11 +39,6 @@ from .generator import (
 )
 from .model import ANSWER, BOS, EOS, IDS, PAD, build_model, build_processor
 
-ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "20000000000",
-    "MALLOC_TOP_PAD_": "1000000000",
-}
 GRID = SIZE // PATCH
 PATCHES = GRID * GRID
 PAIRS, PAIR_LENGTH = 10, 12
@@ -199,8 +194,7 @@ class Trainer:
         self.heads = DenseHeads(self.model.config.vision_config.hidden_size)
         self.spent = dict.fromkeys(STAGES, 0.0)
         self.steps = dict.fromkeys(STAGES, 0)
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.optimizer_stage = ""
+        self._make_optimizer(STAGES[0])
         self.validation = list(held_out(256, VALIDATION_SEEDS))
         cache.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
@@ -217,14 +211,14 @@ class Trainer:
         self.heads.load_state_dict(state["heads"])
         self.spent, self.steps = state["spent"], state["steps"]
         self._make_optimizer(state["stage"])
-        self.optimizer.load_state_dict(state["optimizer"])  # type: ignore[union-attr]
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, stage: str) -> None:
         """Write a checkpoint in one move."""
         state = {
             "model": self.model.state_dict(),
             "heads": self.heads.state_dict(),
-            "optimizer": self.optimizer.state_dict(),  # type: ignore[union-attr]
+            "optimizer": self.optimizer.state_dict(),
             "spent": self.spent,
             "steps": self.steps,
             "stage": stage,
@@ -256,7 +250,6 @@ class Trainer:
 
     def step(self, stage: str) -> float:
         """Do one optimiser step and return its loss."""
-        assert self.optimizer is not None
         progress = min(1.0, self.spent[stage] / self.minutes[stage])
         most = 5
         if stage == "decoder":
@@ -349,9 +342,7 @@ def main(
     parts = [float(part) for part in minutes.split(",")]
     if len(parts) != len(STAGES) or min(parts) <= 0:
         raise typer.BadParameter(f"--minutes {minutes!r} is not three positive numbers, such as 10,50,60")
-    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-        # The C library reads these when a process starts: large tensors cost 6 to 12 times more without them.
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | ALLOCATOR)
+    restart_with_allocator()
     Trainer(cache, dict(zip(STAGES, parts)), seed).run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,17 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 # Arguments of decoders and decoder layers that tokred moves or that have no sequence axis. Any other tensor with an
 # axis of the sequence's length is refused.
 DECODER_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "cache_position", *CACHE_ARGUMENTS}
+    {
+        "input_ids",
+        "inputs_embeds",
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        *CACHE_ARGUMENTS,
+    }
 )
 
 
@@ -28,6 +39,7 @@ def cache_argument(function: Callable[..., Any]) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[0])
 
 
+@functools.cache
 def mask_cache_argument() -> str:
     """Return the name under which transformers' mask functions take the cache."""
     from transformers.masking_utils import create_causal_mask
