@@ -1,9 +1,11 @@
 """The scene generator, the labels made from it, and the shipped model."""
 
+import json
 import random
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from tokred_evals.scenes import (
     HELD_OUT_SEEDS,
@@ -14,10 +16,11 @@ from tokred_evals.scenes import (
     held_out,
     load,
     make_scene,
+    train,
 )
 from tokred_evals.scenes.generator import COLOURS, COLUMNS, ROWS, SIZE
-from tokred_evals.scenes.model import BOS, IDS, IMAGE, build_processor
-from tokred_evals.scenes.train import CLASSES, GRID, dense_labels, packing, pixel_tensor, question_pairs
+from tokred_evals.scenes.model import BOS, IDS, IMAGE, build_model, build_processor
+from tokred_evals.scenes.train import CLASSES, GRID, Trainer, crowded_scene, dense_labels, pixel_tensor, question_pairs
 
 
 def test_a_seed_makes_one_scene():
@@ -100,9 +103,10 @@ def test_colours_are_drawn_where_the_objects_are():
             assert share > 0.3
 
 
-def test_dense_labels_agree_with_the_scene():
+@pytest.mark.parametrize("make", [make_scene, crowded_scene])
+def test_dense_labels_agree_with_the_scene(make):
     for seed in range(50):
-        scene = make_scene(seed)
+        scene = make(seed)
         classes, colours, cells, centres = dense_labels(scene).reshape(4, GRID, GRID)
         things = [thing for thing in (*scene.objects, scene.digit, scene.word) if thing]
         assert centres.sum() == len(things)
@@ -113,16 +117,43 @@ def test_dense_labels_agree_with_the_scene():
         assert ((colours > 0) <= (classes > 0)).all()
 
 
-def test_packed_pairs_see_the_image_and_themselves():
-    mask, positions = packing()
-    image, pair = 197, 12
-    assert mask[0, 0, image + pair, :image].all()
-    assert not mask[0, 0, image + pair, image : image + pair].any()
-    assert mask[0, 0, image + pair + 3, image + pair : image + pair + 4].all()
-    assert positions[0, image] == positions[0, image + pair] == image
-    ids, targets = question_pairs(make_scene(5), random.Random(0))
-    assert ids.shape == targets.shape == (10, 12)
-    assert targets.any(axis=1).all()
+def test_packed_pairs_are_answered_as_if_each_came_alone():
+    model = build_model()
+    scene = make_scene(5)
+    ids, targets = (torch.from_numpy(part)[None] for part in question_pairs(scene, random.Random(0)))
+    assert ids.shape == targets.shape == (1, 10, 12)
+    assert targets.any(dim=2).all()
+    pixels = pixel_tensor(scene.pixels()[None])
+    with torch.no_grad():
+        packed = train.answer_loss(model, train.tower_features(model, pixels), ids, targets)
+        losses = []
+        for pair, target in zip(ids[0], targets[0]):
+            prompt = torch.tensor([IDS[BOS], *[IDS[IMAGE]] * 196])
+            labels = torch.cat([torch.full((197,), -100), pair.masked_fill(~target, -100)])
+            alone = model(input_ids=torch.cat([prompt, pair])[None], pixel_values=pixels, labels=labels[None])
+            losses.append(alone.loss * target.sum())
+    torch.testing.assert_close(packed, sum(losses) / targets.sum(), atol=1e-5, rtol=0)
+
+
+@torch.enable_grad()
+def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "BATCH", 2)
+    minutes = dict.fromkeys(train.STAGES, 1.0)
+    first = Trainer(tmp_path, minutes, seed=0)
+    for stage in train.STAGES:
+        first._make_optimizer(stage)
+        first.step(stage)
+        first.steps[stage] += 1
+        first.log(stage=stage, step=1)
+    first.save("joint")
+    first.log(stage="joint", step=2)
+
+    second = Trainer(tmp_path, minutes, seed=0)
+    curve = [json.loads(line) for line in second.curve.read_text().splitlines()]
+    assert [(entry["stage"], entry["step"]) for entry in curve] == [(stage, 1) for stage in train.STAGES]
+    assert first.step("joint") == second.step("joint")
+    for name, weight in first.model.named_parameters():
+        assert torch.equal(weight, second.model.get_parameter(name)), name
 
 
 def test_processor_and_training_agree():

@@ -227,16 +227,17 @@ def make_scene(seed: int, most_objects: int = MOST_OBJECTS) -> Scene:
     objects = []
     for _ in range(rng.randint(1, most_objects)):
         side = rng.randint(22, 30)
-        objects.append(_place(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), cells.pop(), side, side))
+        objects.append(place(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), cells.pop(), side, side))
     digit = word = None
     if rng.random() < 0.5:
-        digit = _place(rng, str(rng.randint(0, 9)), None, cells.pop(), 20, 28)
+        digit = place(rng, str(rng.randint(0, 9)), None, cells.pop(), 20, 28)
     if rng.random() < 0.5:
-        word = _place(rng, rng.choice(WORDS), None, cells.pop(), 34, 14)
+        word = place(rng, rng.choice(WORDS), None, cells.pop(), 34, 14)
     return Scene(seed, tuple(objects), digit, word)
 
 
-def _place(rng: random.Random, name: str, colour: str | None, cell: int, width: int, height: int) -> Thing:
+def place(rng: random.Random, name: str, colour: str | None, cell: int, width: int, height: int) -> Thing:
+    """Return a thing of this size somewhere inside a cell."""
     cell_side = SIZE / 3
     left = int(cell % 3 * cell_side + rng.uniform(0, cell_side - width))
     top = int(cell // 3 * cell_side + rng.uniform(0, cell_side - height))

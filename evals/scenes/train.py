@@ -1,6 +1,7 @@
 """Train the scene model: seeded, resumable, in three stages, on two CPU cores.
 
-1. The tower learns dense labels of every patch, and its CLS token what stands in each cell.
+1. The tower learns dense labels of every patch, and its CLS token what stands in each cell. Half of the pictures are
+   crowded: something stands in all nine cells, so that digits and words are seen often enough.
 2. The tower is frozen; projector and decoder learn to answer, with scenes of one, two, three, then up to five objects.
 3. All parameters learn together.
 
@@ -10,11 +11,13 @@ the repository; `--export DIR` writes the newest one in the standard format.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,8 +37,10 @@ from .generator import (
     TRAINING_SEEDS,
     VALIDATION_SEEDS,
     WORDS,
+    Scene,
     held_out,
     make_scene,
+    place,
 )
 from .model import ANSWER, BOS, EOS, IDS, PAD, build_model, build_processor
 
@@ -45,7 +50,7 @@ PAIRS, PAIR_LENGTH = 10, 12
 CLASSES = ("", *SHAPES, *map(str, range(10)), *WORDS)
 COLOUR_CLASSES = ("", *COLOURS)
 STAGES = ("dense", "decoder", "joint")
-PEAK_RATES = {"dense": 1e-3, "decoder": 2e-3, "joint": 7e-4}
+PEAK_RATES = {"dense": 2e-3, "decoder": 2e-3, "joint": 1e-3}
 BATCH = 32
 
 
@@ -54,7 +59,23 @@ def pixel_tensor(pixels: np.ndarray) -> torch.Tensor:
     return (torch.tensor(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.25
 
 
-def dense_labels(scene: Any) -> np.ndarray:
+def crowded_scene(seed: int) -> Scene:
+    """Return a scene with a shape, a digit or a word in every cell: for dense labels only, no question fits it."""
+    rng = random.Random(seed)
+    things = []
+    for cell in range(9):
+        kind = rng.randrange(3)
+        if kind == 0:
+            side = rng.randint(22, 30)
+            things.append(place(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), cell, side, side))
+        elif kind == 1:
+            things.append(place(rng, str(rng.randint(0, 9)), None, cell, 20, 28))
+        else:
+            things.append(place(rng, rng.choice(WORDS), None, cell, 34, 14))
+    return Scene(seed, tuple(things), None, None)
+
+
+def dense_labels(scene: Scene) -> np.ndarray:
     """Return class, colour, cell and centre flag of every patch, int64 of shape (4, 196)."""
     labels = np.zeros((4, GRID, GRID), dtype=np.int64)
     for thing in (*scene.objects, scene.digit, scene.word):
@@ -72,7 +93,7 @@ def dense_labels(scene: Any) -> np.ndarray:
     return labels.reshape(4, PATCHES)
 
 
-def question_pairs(scene: Any, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def question_pairs(scene: Scene, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """Return ten packed question-answer pairs and where their answers are, both of shape (10, 12)."""
     ids = np.full((PAIRS, PAIR_LENGTH), IDS[PAD], dtype=np.int64)
     targets = np.zeros((PAIRS, PAIR_LENGTH), dtype=bool)
@@ -91,15 +112,57 @@ def question_pairs(scene: Any, rng: random.Random) -> tuple[np.ndarray, np.ndarr
     return ids, targets
 
 
-def packing() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mask (1, 1, L, L) and positions (1, L): every pair sees the image and itself, as if it came alone."""
+def _weighted(scores: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores, dim=-1, dtype=scores.dtype) @ value
+
+
+def plain_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend from all to all. At 197 tokens two matrix products train faster on a CPU than the fused operation."""
+    return _weighted(query * scaling @ key.mT, value).transpose(1, 2), None
+
+
+def packed_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend as if each of the ten pairs behind the picture came alone: to the picture and, causally, to itself.
+
+    Query, key and value are (B, heads, 1 + 196 + 120, D); picture and BOS attend causally among themselves.
+    """
     image = 1 + PATCHES
-    length = image + PAIRS * PAIR_LENGTH
-    group = torch.cat([torch.full((image,), -1), torch.arange(PAIRS).repeat_interleave(PAIR_LENGTH)])
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    mask = causal & ((group[None] == -1) | (group[None] == group[:, None]))
-    positions = torch.cat([torch.arange(image), image + torch.arange(PAIR_LENGTH).repeat(PAIRS)])
-    return mask[None, None], positions[None]
+    # Rotary positions made float32 of queries and keys.
+    query, key = (query * scaling).to(value.dtype), key.to(value.dtype)
+    future = torch.full((image, image), float("-inf"), dtype=query.dtype).triu(1)
+    of_image = _weighted(query[:, :, :image] @ key[:, :, :image].mT + future, value[:, :, :image])
+    asked, own_key, own_value = (part[:, :, image:].unflatten(2, (PAIRS, PAIR_LENGTH)) for part in (query, key, value))
+    to_image = query[:, :, image:] @ key[:, :, :image].mT
+    to_self = asked @ own_key.mT + future[:PAIR_LENGTH, :PAIR_LENGTH]
+    scores = torch.cat([to_image, to_self.flatten(2, 3)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
+    of_pairs = weights[..., :image] @ value[:, :, :image]
+    of_pairs = of_pairs + (weights[..., image:].unflatten(2, (PAIRS, PAIR_LENGTH)) @ own_value).flatten(2, 3)
+    return torch.cat([of_image, of_pairs], dim=2).transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def attention(config: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let the layers of a configuration attend with a function inside the block."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(function.__name__, function)
+    before = config._attn_implementation
+    config._attn_implementation = function.__name__
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def packed_positions() -> torch.Tensor:
+    """Return the positions (1, L) of a picture and ten pairs, each pair's going on where the picture ended."""
+    image = 1 + PATCHES
+    return torch.cat([torch.arange(image), image + torch.arange(PAIR_LENGTH).repeat(PAIRS)])[None]
 
 
 class DenseHeads(nn.Module):
@@ -121,30 +184,49 @@ class DenseHeads(nn.Module):
         cells = self.cells(features[:, 0]).view(len(labels) * 9, -1)
         return loss + 0.3 * F.cross_entropy(cells.float(), content[:, 1:].flatten())
 
+    @torch.no_grad()
+    def scores(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """Return which share of the patches of shapes, digits and words is named right, and of colours and cells."""
+        classes, colours, cells, _ = (part.argmax(-1) for part in self.patch(features[:, 1:]).split(self.sizes, dim=-1))
+        digits = 1 + len(SHAPES)
+        words = digits + 10
+        truth = labels[:, 0]
+        named = classes == truth
+        return {
+            "shape": named[(truth > 0) & (truth < digits)].float().mean().item(),
+            "digit": named[(truth >= digits) & (truth < words)].float().mean().item(),
+            "word": named[truth >= words].float().mean().item(),
+            "nothing": named[truth == 0].float().mean().item(),
+            "colour": (colours == labels[:, 1])[labels[:, 1] > 0].float().mean().item(),
+            "cell": (cells == labels[:, 2])[truth > 0].float().mean().item(),
+        }
+
 
 def tower_features(model: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Return the hidden states that become the feature, CLS first, (B, 197, D), without the layers above."""
     tower = model.model.vision_tower
     hidden = tower.pre_layrnorm(tower.embeddings(pixels))
-    for layer in tower.encoder.layers[: model.config.vision_feature_layer + 1]:
-        hidden = layer(hidden, attention_mask=None)
+    with attention(tower.config, plain_attention):
+        for layer in tower.encoder.layers[: model.config.vision_feature_layer + 1]:
+            hidden = layer(hidden, attention_mask=None)
     return hidden
 
 
 def answer_loss(model: Any, features: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of the answers: features (B, 197, D), ids and targets (B, 10, 12)."""
     batch = len(ids)
-    mask, positions = packing()
     words = torch.cat([torch.full((batch, 1), IDS[BOS]), ids.flatten(1)], dim=1)
     embeds = model.get_input_embeddings()(words)
     image = model.model.multi_modal_projector(features[:, 1:])
     embeds = torch.cat([embeds[:, :1], image.to(embeds.dtype), embeds[:, 1:]], dim=1)
-    hidden = model.model.language_model(
-        inputs_embeds=embeds,
-        attention_mask=mask.expand(batch, -1, -1, -1),
-        position_ids=positions.expand(batch, -1),
-        use_cache=False,
-    ).last_hidden_state[:, 1 + PATCHES :]
+    language_model = model.model.language_model
+    with attention(language_model.config, packed_attention):
+        hidden = language_model(
+            inputs_embeds=embeds,
+            attention_mask={"full_attention": None},
+            position_ids=packed_positions().expand(batch, -1),
+            use_cache=False,
+        ).last_hidden_state[:, 1 + PATCHES :]
     hidden = hidden.unflatten(1, (PAIRS, PAIR_LENGTH))[:, :, :-1][targets[:, :, 1:]]
     return F.cross_entropy(model.lm_head(hidden).float(), ids[:, :, 1:][targets[:, :, 1:]])
 
@@ -197,6 +279,7 @@ class Trainer:
         self._make_optimizer(STAGES[0])
         self.validation = list(held_out(256, VALIDATION_SEEDS))
         cache.mkdir(parents=True, exist_ok=True)
+        self.curve.touch()
         if self.checkpoint.exists():
             self._load()
 
@@ -205,20 +288,32 @@ class Trainer:
         """The newest checkpoint."""
         return self.cache / "checkpoint.pt"
 
+    @property
+    def curve(self) -> Path:
+        """The learning curve, one JSON object a line."""
+        return self.cache / "log.jsonl"
+
+    def _is_done(self, entry: dict[str, Any]) -> bool:
+        return entry["stage"] in STAGES and entry["step"] <= self.steps[entry["stage"]]
+
     def _load(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.heads.load_state_dict(state["heads"])
         self.spent, self.steps = state["spent"], state["steps"]
         self._make_optimizer(state["stage"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # What was logged after the checkpoint will be done again.
+        lines = [line for line in self.curve.read_text().splitlines() if self._is_done(json.loads(line))]
+        self.curve.write_text("".join(f"{line}\n" for line in lines))
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
 
     def save(self, stage: str) -> None:
         """Write a checkpoint in one move."""
         state = {
             "model": self.model.state_dict(),
             "heads": self.heads.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "spent": self.spent,
             "steps": self.steps,
             "stage": stage,
@@ -228,7 +323,7 @@ class Trainer:
 
     def log(self, **entry: Any) -> None:
         """Append a line to the learning curve."""
-        with (self.cache / "log.jsonl").open("a") as file:
+        with self.curve.open("a") as file:
             file.write(json.dumps(entry | {"time": time.time()}) + "\n")
 
     def _make_optimizer(self, stage: str) -> None:
@@ -240,13 +335,24 @@ class Trainer:
             parameters = [p for p in self.model.parameters() if id(p) not in frozen]
         else:
             parameters = [*self.model.parameters(), *self.heads.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+        # Weights of hidden layers go to Muon, whose rates are scaled to those of AdamW; the rest to AdamW.
+        outside = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        outside |= set(map(id, self.heads.parameters()))
+        hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outside]
+        others = [p for p in parameters if p.ndim != 2 or id(p) in outside]
+        self.optimizers = [
+            torch.optim.Muon(hidden, lr=0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01),
+        ]
         self.optimizer_stage = stage
 
     def _batch(self, stage: str, most: int) -> list[Any]:
         # Seeds count on over the stages, so that a resumed run sees no scene twice.
         first = TRAINING_SEEDS.start + self.seed * 50_000_000 + sum(self.steps.values()) * BATCH
-        return [make_scene(first + index, most) for index in range(BATCH)]
+        seeds = range(first, first + BATCH)
+        if stage == "dense":
+            return [crowded_scene(seed) if seed % 2 else make_scene(seed) for seed in seeds]
+        return [make_scene(seed, most) for seed in seeds]
 
     def step(self, stage: str) -> float:
         """Do one optimiser step and return its loss."""
@@ -258,7 +364,8 @@ class Trainer:
         pixels = pixel_tensor(np.stack([scene.pixels() for scene in scenes]))
         warmup = min(1.0, (self.steps[stage] + 1) / 100)
         rate = PEAK_RATES[stage] * warmup * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for group in self.optimizer.param_groups:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:
             group["lr"] = rate
         labels = None
         if stage != "decoder":
@@ -274,11 +381,21 @@ class Trainer:
                 pairs = [question_pairs(scene, rng) for scene in scenes]
                 ids, targets = (torch.from_numpy(np.stack(part)) for part in zip(*pairs))
                 loss = loss + answer_loss(self.model, features, ids, targets)
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
-        self.optimizer.step()
+        nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss.item()
+
+    def dense_scores(self) -> dict[str, float]:
+        """Return the scores of the dense heads on validation scenes."""
+        scenes = [make_scene(seed) for seed in VALIDATION_SEEDS[:256]]
+        pixels = pixel_tensor(np.stack([scene.pixels() for scene in scenes]))
+        labels = torch.from_numpy(np.stack([dense_labels(scene) for scene in scenes]))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return self.heads.scores(tower_features(self.model, pixels), labels)
 
     def run(self) -> None:
         """Run all stages from where the checkpoint left off."""
@@ -299,9 +416,11 @@ class Trainer:
                 last = now
                 if self.steps[stage] % 50 == 0:
                     self.log(stage=stage, step=self.steps[stage], minutes=self.spent[stage], loss=np.mean(losses[-50:]))
-                if stage != "dense" and now - evaluated > 240:
-                    scores = exact_match(self.model, self.validation)
-                    self.log(stage=stage, step=self.steps[stage], minutes=self.spent[stage], validation=scores)
+                if now - evaluated > 240:
+                    entry = {"dense": self.dense_scores()} if stage != "decoder" else {}
+                    if stage != "dense":
+                        entry["validation"] = exact_match(self.model, self.validation)
+                    self.log(stage=stage, step=self.steps[stage], minutes=self.spent[stage], **entry)
                     evaluated = last = time.monotonic()
                 if now - saved > 120:
                     self.save(stage)
