@@ -145,13 +145,13 @@ def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         first.step(stage)
         first.steps[stage] += 1
         first.log(stage=stage, step=1)
-    first.save("joint")
-    first.log(stage="joint", step=2)
+    first.save("decoder")
+    first.log(stage="decoder", step=2)
 
     second = Trainer(tmp_path, minutes, seed=0)
     curve = [json.loads(line) for line in second.curve.read_text().splitlines()]
     assert [(entry["stage"], entry["step"]) for entry in curve] == [(stage, 1) for stage in train.STAGES]
-    assert first.step("joint") == second.step("joint")
+    assert first.step("decoder") == second.step("decoder")
     for name, weight in first.model.named_parameters():
         assert torch.equal(weight, second.model.get_parameter(name)), name
 
@@ -191,5 +191,5 @@ def test_shipped_model_answers():
     output = model.generate(**inputs, do_sample=False)
     answers = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     right = sum(answer.strip() == question.answer for answer, (_, question) in zip(answers, pairs))
-    # Answering without looking gets about 0.3.
-    assert right / len(pairs) > 0.36
+    # The model card says 0.999 of 2,048; answering without looking gets about 0.3.
+    assert right / len(pairs) > 0.98
