@@ -3,7 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready-$(shell cat pyproject.toml setup.py | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-slow lint format bench device clean
+# The oldest transformers that pyproject.toml allows, over the other packages of .venv.
+FLOOR := .venv-floor
+FLOOR_TRANSFORMERS := transformers==5.17.0
+
+.PHONY: demo test test-slow test-floor lint format bench device clean
 
 demo: $(READY)
 	$(BIN)/tokred demo
@@ -13,6 +17,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600
+
+test-floor: $(FLOOR)/ready
+	$(FLOOR)/bin/python -m pytest -q -n 2 tests/test_acceptance.py tests/test_handle.py tests/test_errors.py \
+		tests/test_invariants.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,6 +44,13 @@ $(READY):
 	$(BIN)/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1
 	$(BIN)/python -m pip install --quiet --editable ".[transformers,evals,dev]"
 	rm -f .venv/ready-*
+	touch $@
+
+$(FLOOR)/ready: $(READY)
+	test -x $(FLOOR)/bin/python || $(BIN)/python -m venv $(FLOOR)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" > \
+		"$$($(FLOOR)/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+	$(FLOOR)/bin/python -m pip install --quiet --upgrade "$(FLOOR_TRANSFORMERS)"
 	touch $@
 
 clean:
