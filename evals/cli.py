@@ -109,9 +109,9 @@ def list_all() -> None:
         table.add_column(name)
     for name, method in tokred.methods().items():
         default = method()
-        steps = default.plan(ModelShape(num_layers=32))
+        steps = default.plan(ModelShape(num_layers=32, tower_layers=24, rowwise_projector=True))
         stages = [f"{step.stage}" + (f" {step.layer}" if step.layer is not None else "") for step in steps]
-        needs = sorted({str(need) for step in steps for need in step.needs})
+        needs = sorted({str(observation) for step in steps for observation in step.observations})
         parameters = [f"{key}={value!r}" for key, value in default.to_dict().items() if key != "method"]
         table.add_row(name, ", ".join(stages), ", ".join(needs) or "-", ", ".join(parameters), method.source)
     console.print(table)

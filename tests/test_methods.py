@@ -5,7 +5,8 @@ import tiny
 import torch
 
 import tokred
-from tokred import Context, Need
+from tokred import Context, Need, Observation
+from tokred.adapters import grid_cells
 from tokred.errors import UndeclaredObservationError
 from tokred.vision.visionzip import zip_tokens
 
@@ -23,7 +24,7 @@ def test_every_method_keeps_its_budget(method, length, keep):
     assert count == min(length, max(1, round(keep * length)))
     if count == length:
         return
-    [step] = built.plan(tokred.ModelShape(num_layers=4))
+    [step] = built.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True))
     groups, text = 2, 3
     made = {
         Need.CLS_ROW: _noise(groups, 2, length + 1).softmax(-1),
@@ -32,9 +33,12 @@ def test_every_method_keeps_its_budget(method, length, keep):
         Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
         Need.LAYER_KEYS: _noise(groups, length + text, 8),
         Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
+        Need.COLUMN_SUM: _noise(groups, length).softmax(-1),
+        Need.GRID: grid_cells(1, 1, length).expand(groups, -1, -1),
     }
 
-    def provide(need, of_text):
+    def provide(observation, of_text):
+        need = observation.need
         whole = made[need]
         if need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
             return whole[:, length:] if of_text else whole[:, :length]
@@ -52,8 +56,8 @@ def test_every_method_keeps_its_budget(method, length, keep):
 
 
 def test_undeclared_observations_are_refused():
-    context = Context(_noise(1, 2, 3), frozenset({Need.LAST_ROW}), lambda need, text: need, torch.arange(2)[None])
-    assert context.observe(Need.LAST_ROW) is Need.LAST_ROW
+    context = Context(_noise(1, 2, 3), frozenset({Need.LAST_ROW}), lambda seen, text: seen, torch.arange(2)[None])
+    assert context.observe(Need.LAST_ROW) == Observation(Need.LAST_ROW)
     with pytest.raises(UndeclaredObservationError, match="cls_row"):
         context.observe(Need.CLS_ROW)
     with pytest.raises(UndeclaredObservationError, match="text"):
@@ -97,6 +101,31 @@ def test_dart_takes_the_least_similar_tokens():
     method = tokred.DART(num_tokens=3, pivots_image=1, pivots_text=0)
     nothing = hidden[:, :0], keys[:, :0], places[:, :0]
     assert method.survivors((hidden, keys, places), nothing).tolist() == [[0, 2, 5]]
+
+
+def test_hiprune_keeps_an_anchor_and_what_stands_around_it():
+    """The anchor stands in the corner (1, 2) of two rows of three: (0, 2) and (1, 1) are its only neighbours."""
+    shallow = torch.tensor([[0.0, 0, 0, 0, 0, 1]])
+    deep = torch.tensor([[0.9, 0.8, 0.1, 0.7, 0.2, 0.0]])
+    method = tokred.HiPrune(num_tokens=4, alpha=1.0)
+    assert method.survivors(shallow, deep, grid_cells(1, 2, 3)[None]).tolist() == [[0, 2, 4, 5]]
+
+
+@pytest.mark.parametrize(("exact", "expected"), [(False, [0, 3, 4, 6, 8]), (True, [0, 2, 3, 4, 6])])
+def test_hiprune_neighbours_cross_rows_only_as_released(exact, expected):
+    """The anchor is the first token of the middle row: left of it stands nothing, or the end of the row above."""
+    shallow = torch.tensor([[0.0, 0, 0, 1, 0, 0, 0, 0, 0]])
+    deep = torch.tensor([[0.0, 0.8, 0, 0, 0, 0.7, 0, 0, 0.9]])
+    method = tokred.HiPrune(num_tokens=5, alpha=1.0, reference_exact=exact)
+    assert method.survivors(shallow, deep, grid_cells(1, 3, 3)[None]).tolist() == [expected]
+
+
+def test_hiprune_does_not_look_into_the_next_frame():
+    """Two frames of one row of two tokens: the neighbour below is missing, not the same cell of the other frame."""
+    shallow = torch.tensor([[0.0, 1, 0, 0]])
+    deep = torch.tensor([[0.0, 0, 0.1, 0.9]])
+    grid = grid_cells(2, 1, 2)[None]
+    assert tokred.HiPrune(num_tokens=3, alpha=1.0).survivors(shallow, deep, grid).tolist() == [[0, 1, 3]]
 
 
 def test_zip_adds_the_mean_of_what_joins():

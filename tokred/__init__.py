@@ -4,10 +4,10 @@ from . import errors
 from .adapters import ModelAdapter
 from .api import Handle, Support, apply, supported
 from .errors import TokredError
-from .method import BudgetMethod, Context, Method, ModelShape, Need, Selection, Stage, Step
+from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
 from .registry import adapters, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, DivPrune, FastV, Random, Uniform, VisionZip
+from .vision import DART, DivPrune, FastV, HiPrune, Random, Uniform, VisionZip
 
 __version__ = "0.1.0"
 
@@ -18,10 +18,12 @@ __all__ = [
     "DivPrune",
     "FastV",
     "Handle",
+    "HiPrune",
     "Method",
     "ModelAdapter",
     "ModelShape",
     "Need",
+    "Observation",
     "Random",
     "Selection",
     "Stage",

@@ -23,6 +23,7 @@ from .errors import (
     UnsupportedInputError,
     UnsupportedModelError,
 )
+from .hooks import Hook
 from .method import Method
 from .registry import adapters, build_method, nearest
 from .report import CallReport, Summary, TraceToken, draw_overlay
@@ -44,7 +45,7 @@ class Handle:
     @property
     def methods(self) -> tuple[Method, ...]:
         """The attached methods."""
-        return self._session.methods
+        return self._session.plan.methods
 
     def summary(self) -> Summary:
         """Return what was removed so far, and the time that it took."""
@@ -84,12 +85,12 @@ class Handle:
     def pause(self) -> None:
         """Remove no more tokens; conversations whose cache is already shortened go on exactly."""
         self._check_live()
-        self._session.paused = True
+        self._session.plan.paused = True
 
     def resume(self) -> None:
         """Remove tokens again after `pause`."""
         self._check_live()
-        self._session.paused = False
+        self._session.plan.paused = False
 
     @contextmanager
     def override(self, **parameters: Any) -> Iterator[None]:
@@ -110,7 +111,7 @@ class Handle:
             changed.append(dataclasses.replace(method, **own))
         if unused:
             raise ParameterError(f"no attached method has a parameter {', '.join(map(repr, sorted(unused)))}")
-        with self._session.override(tuple(changed)):
+        with self._session.plan.override(tuple(changed)):
             yield
 
     def remove(self) -> None:
@@ -205,9 +206,8 @@ def apply(
     _check_not_compiled(target)
     base = adapter.base(target)
     for hook in base._forward_pre_hooks.values():
-        other = getattr(hook, "__self__", None)
-        if isinstance(other, Session):
-            names = ", ".join(attached.name for attached in other.methods)
+        if isinstance(hook, Hook):
+            names = ", ".join(attached.name for attached in hook.owner.methods)
             raise StageTakenError(
                 f"the model already has a handle ({names}); remove it first, or give all methods as one list"
             )

@@ -17,8 +17,9 @@ from .report import CallReport
 
 @dataclass
 class Encoding:
-    """State of one call of a feature method."""
+    """State of one call of a method that encodes media."""
 
+    capture: Capture = field(default_factory=Capture)
     projected: Selection | None = None
     length: int = 0
 
@@ -28,7 +29,7 @@ class Call:
     """State of one call of the base model.
 
     Attributes:
-        session: the session whose base model runs.
+        owner: the hooks of the model that runs.
         outer: the call around this one, or None.
         ids: token ids, (B, L), or None.
         type_ids: `mm_token_type_ids`, (B, L), or None.
@@ -50,7 +51,7 @@ class Call:
         report: what the call did, or None if it did nothing.
     """
 
-    session: object
+    owner: object
     outer: Call | None
     ids: torch.Tensor | None
     type_ids: torch.Tensor | None

@@ -33,6 +33,8 @@ class Need(enum.StrEnum):
     """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim)."""
     CLS_HIDDEN = "cls_hidden"
     """Hidden state of the CLS token at the output of that tower layer, (G, 1, D)."""
+    COLUMN_SUM = "column_sum"
+    """Attention that the tokens receive in a tower layer: mean over heads, sum over all queries, (G, N)."""
     LAST_ROW = "last_row"
     """Attention of the last prompt token in the decoder layer before the site, (G, heads, N)."""
     LAYER_KEYS = "layer_keys"
@@ -41,6 +43,32 @@ class Need(enum.StrEnum):
     """The model's final norm applied to the hidden states that enter the site, (G, N, D)."""
     TEXT = "text"
     """The tokens after the media item that belong to no medium; other needs are then served for them too."""
+    GRID = "grid"
+    """Frame, view, row and column of the tokens, int64 of shape (G, N, 4); row and column are -1 for a separator."""
+
+    def at(self, layer: int) -> Observation:
+        """Return this need for another tower layer than the one whose output is the feature (0-based)."""
+        return Observation(self, layer)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A need at a layer of the tower.
+
+    Args:
+        need: what is observed.
+        layer: the tower layer, 0-based; None is the layer that the need names.
+    """
+
+    need: Need
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.need) if self.layer is None else f"{self.need} of layer {self.layer}"
+
+
+TOWER_NEEDS = frozenset({Need.CLS_ROW, Need.TOWER_KEYS, Need.CLS_HIDDEN, Need.COLUMN_SUM})
+"""The needs that are observed in the tower."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +77,13 @@ class ModelShape:
 
     Args:
         num_layers: number of decoder layers.
+        tower_layers: number of tower layers, 0 if the family does not say where they are.
+        rowwise_projector: whether the projector treats every token alone, so that tokens can leave before it.
     """
 
     num_layers: int
+    tower_layers: int = 0
+    rowwise_projector: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +108,7 @@ class Context:
     Args:
         hidden: hidden states of the items at the site, (G, N, D).
         needs: the observations that the step declared.
-        provider: computes an observation when it is first read; takes the need and whether the text is meant.
+        provider: computes an observation when it is read; takes it and whether the text is meant.
         positions: original positions of the tokens in their sequences, (G, N); at `Stage.FEATURES` and
             `Stage.PROJECTOR`, where no sequence exists yet, positions inside the item.
         text_positions: original positions of the text tokens after the items, (G, T).
@@ -85,48 +117,54 @@ class Context:
     def __init__(
         self,
         hidden: torch.Tensor,
-        needs: frozenset[Need],
-        provider: Callable[[Need, bool], torch.Tensor],
+        needs: frozenset[Need | Observation],
+        provider: Callable[[Observation, bool], torch.Tensor],
         positions: torch.Tensor,
         text_positions: torch.Tensor | None = None,
     ):
         self.hidden = hidden
         self.positions = positions
         self._text_positions = text_positions
-        self._needs = needs
+        self._observations = frozenset(map(_observation, needs))
         self._provider = provider
 
     @property
     def text_positions(self) -> torch.Tensor:
         """Original positions of the text tokens after the items, (G, T); the step must declare `Need.TEXT`."""
-        self._check(Need.TEXT)
+        self._declared(Need.TEXT)
         if self._text_positions is None:
             raise UndeclaredObservationError("no text follows tokens that stand in no sequence yet")
         return self._text_positions
 
-    def observe(self, need: Need) -> torch.Tensor:
+    def observe(self, need: Need | Observation) -> torch.Tensor:
         """Return an observation for the media tokens, shaped as `Need` says.
 
         Raises:
             UndeclaredObservationError: the step did not list the need.
         """
-        self._check(need)
-        return self._provider(need, False)
+        return self._provider(self._declared(need), False)
 
-    def observe_text(self, need: Need) -> torch.Tensor:
+    def observe_text(self, need: Need | Observation) -> torch.Tensor:
         """Return an observation for the text tokens after the item: as `observe`, with T in the place of N.
 
         Raises:
             UndeclaredObservationError: the step did not list the need, or not `Need.TEXT`.
         """
-        self._check(need)
-        self._check(Need.TEXT)
-        return self._provider(need, True)
+        self._declared(Need.TEXT)
+        return self._provider(self._declared(need), True)
 
-    def _check(self, need: Need) -> None:
-        if need not in self._needs:
-            declared = ", ".join(sorted(self._needs)) or "none"
-            raise UndeclaredObservationError(f"the step did not declare observation {need!s} (declared: {declared})")
+    def _declared(self, need: Need | Observation) -> Observation:
+        observation = _observation(need)
+        if observation not in self._observations:
+            declared = ", ".join(sorted(map(str, self._observations))) or "none"
+            raise UndeclaredObservationError(
+                f"the step did not declare observation {observation} (declared: {declared})"
+            )
+        return observation
+
+
+def _observation(need: Need | Observation) -> Observation:
+    return need if isinstance(need, Observation) else Observation(need)
 
 
 @dataclass(frozen=True)
@@ -136,14 +174,23 @@ class Step:
     Args:
         stage: the kind of site.
         select: pure function from a context to the surviving tokens.
-        needs: observations that `select` reads.
+        needs: what `select` observes.
         layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1).
     """
 
     stage: Stage
     select: Callable[[Context], Selection]
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need | Observation] = frozenset()
     layer: int | None = None
+
+    @property
+    def observations(self) -> frozenset[Observation]:
+        """What `select` observes, with the layers."""
+        return frozenset(map(_observation, self.needs))
+
+    def observes(self, *needs: Need) -> bool:
+        """Return whether the step observes one of these needs, at whichever layer."""
+        return any(observation.need in needs for observation in self.observations)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import kernels
+
 _PREFIX = "tokred_"
 
 
@@ -48,12 +50,21 @@ class Seen:
             logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
         return logits.softmax(dim=-1, dtype=torch.float32).to(self.query.dtype)
 
+    def column_sums(self) -> torch.Tensor:
+        """Return the attention that every key receives: mean over heads, sum over all queries, float32 (B, K)."""
+        return kernels.attention_columns(self.query, self.key, self.scaling) * self.query.shape[2]
+
 
 @dataclass
 class Capture:
-    """What the taps of one call saw, by module."""
+    """What the taps of one call saw, by module.
 
-    attention: dict[nn.Module, Seen] = field(default_factory=dict)
+    Attributes:
+        attention: what each call of a tapped module's kernel received; towers with windows call it once a window.
+        outputs: hidden states that left a module.
+    """
+
+    attention: dict[nn.Module, list[Seen]] = field(default_factory=dict)
     outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
 
 
@@ -76,8 +87,18 @@ def _tapped_attention(
     if capture is not None:
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        capture.attention[module] = Seen(query, key, value, scaling)
+        seen = capture.attention.setdefault(module, [])
+        seen += _segments(Seen(query, key, value, scaling), kwargs.get("cu_seq_lens_q"))
     return _stock_attention(module)(module, query, key, value, *args, **kwargs)
+
+
+def _segments(seen: Seen, borders: torch.Tensor | None) -> list[Seen]:
+    """Return what a kernel received as the calls, one for each segment, that a kernel without borders would get."""
+    if borders is None:
+        return [seen]
+    lengths = borders.diff().tolist()
+    parts = [tensor.split(lengths, dim=2) for tensor in (seen.query, seen.key, seen.value)]
+    return [Seen(query, key, value, seen.scaling) for query, key, value in zip(*parts, strict=True)]
 
 
 def _follow(source: Any, module: nn.Module, args: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from .call import Call
 from .errors import UndeclaredObservationError
 from .layout import Span
-from .method import Context, Method, Need, Step
+from .method import Context, Method, Need, Observation, Step
 from .observe import Seen
 
 # The groups of media that a step chooses from at once, each with the places of the text after it.
@@ -35,7 +35,7 @@ def buckets_of(call: Call, method: Method, step: Step, device: torch.device) -> 
         length = sum(span.length for span in group)
         if method.count(length) == length:
             continue
-        text = _text_after(call, group, device) if Need.TEXT in step.needs else None
+        text = _text_after(call, group, device) if step.observes(Need.TEXT) else None
         found.setdefault((length, -1 if text is None else len(text)), []).append((group, text))
     return list(found.values())
 
@@ -90,13 +90,14 @@ class Site:
     def _rows(self, places: torch.Tensor) -> torch.Tensor:
         return self.hidden[self.samples.unsqueeze(1), places]
 
-    def _observe(self, need: Need, text: bool) -> torch.Tensor:
+    def _observe(self, observation: Observation, text: bool) -> torch.Tensor:
+        need = observation.need
         places = self.text_places if text and self.text_places is not None else self.places
         if need is Need.NORMED_HIDDEN:
             return self.norm(self._rows(places))
-        if self.step.layer is None:
-            raise UndeclaredObservationError(f"{need} can be observed inside the decoder only")
-        seen = self.call.capture.attention[self.attention(self.step.layer - 1)]
+        if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW):
+            raise UndeclaredObservationError(f"{observation} cannot be observed at stage {self.step.stage}")
+        seen = self.call.capture.attention[self.attention(self.step.layer - 1)][-1]
         keys = places + seen.key.shape[2] - self.hidden.shape[1]
         if need is Need.LAYER_KEYS:
             return seen.key[self.samples.unsqueeze(1), :, keys].flatten(2)

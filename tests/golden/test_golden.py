@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tokred import DART, DivPrune, FastV
+from tokred import DART, DivPrune, FastV, HiPrune
+from tokred.adapters import grid_cells
 from tokred.kernels import gather, topk_indices
 from tokred.vision.fastv import attention_score
 from tokred.vision.visionzip import zip_tokens
@@ -22,7 +23,7 @@ ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
 LATER = {
     "vision": (
         3,
-        "adaptinfer corematching ficoco_l ficoco_v flowcut globalcom2 hiprune hired pyramiddrop sparsevlm tome "
+        "adaptinfer corematching ficoco_l ficoco_v flowcut globalcom2 hired pyramiddrop sparsevlm tome "
         "tome_vit_e2e zerotprune_wpr",
     ),
     "video": (4, "dtd dycoke evs fastvid framefusion holitom llava_scissor prunevid vidcom2"),
@@ -72,6 +73,28 @@ def _fastv(given, params):
     return {"score": score, "keep": torch.cat([torch.arange(start), media, torch.arange(start + length, size)])}
 
 
+def _hiprune(given, params):
+    if "grid_h" in params:
+        rows, columns, budget = params["grid_h"], params["grid_w"], params["budget"]
+    else:
+        columns, budget = params["grid_width"], params["per_view"]
+        rows = params["N"] // columns
+    method = HiPrune(num_tokens=budget, alpha=params["alpha"], reference_exact=True)
+    shallow, deep = (given[name].view(-1, rows * columns) for name in ("shallow", "deep"))
+    grid = grid_cells(1, rows, columns).expand(len(deep), -1, -1)
+    survivors = method.survivors(shallow, deep, grid)
+    kept = torch.zeros_like(deep, dtype=torch.bool).scatter_(1, survivors, True)
+    if "seq_len" not in params:
+        return {"keep_mask": kept}
+    sequence = torch.ones(params["seq_len"], dtype=torch.bool)
+    sequence[params["image_start"] : params["image_start"] + rows * columns] = kept[0]
+    return {
+        "select_mask": kept[0],
+        "sequence_keep_mask": sequence,
+        "position_ids_kept": sequence.nonzero()[:, 0],
+    }
+
+
 def _visionzip(given, params):
     cls_row, hidden, keys = given["attn_cls"], given["hidden"], given["metric"]
     zipped = zip_tokens(cls_row[..., 1:], hidden[:, 1:], keys[:, 1:], params["dominant"], params["contextual"])
@@ -81,7 +104,7 @@ def _visionzip(given, params):
 
 
 SYSTEMS = {
-    "vision": {"dart": _dart, "divprune": _divprune, "fastv": _fastv, "visionzip": _visionzip},
+    "vision": {"dart": _dart, "divprune": _divprune, "fastv": _fastv, "hiprune": _hiprune, "visionzip": _visionzip},
 }
 
 

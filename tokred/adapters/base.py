@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..method import Need
+from ..method import ModelShape, Need
 
 # The argument that carries the cache: its name since transformers 5.24, and the one before.
 CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -90,6 +90,10 @@ class ModelAdapter:
         tower_attention: path of the attention module inside a tower block.
         feature_layer: returns the tower block whose output is the feature, for the base config.
         tower_needs: returns what the tower provides, for the base config.
+        tile_cells: returns the cells of what the projector takes for one tile, for the base config.
+        merged_patches: returns how many patches the tower merges into one token, for the base config.
+        tower_order: returns the token of each place in the tower's output, for the base config and the encoder's grid
+            argument; None if tokens come out in the order of the prompt.
     """
 
     model_type: str
@@ -102,11 +106,20 @@ class ModelAdapter:
     tower_attention: str = "self_attn"
     feature_layer: Callable[[Any], int] | None = None
     tower_needs: Callable[[Any], frozenset[Need]] = lambda config: frozenset()
+    tile_cells: Callable[[Any], torch.Tensor] | None = None
+    merged_patches: Callable[[Any], int] | None = None
+    tower_order: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
     def base(self, model: nn.Module) -> nn.Module:
         """Return the base model, which encodes media and calls the language model."""
         base = model._modules.get("model", model)
         return base if base is not None else model
+
+    def shape(self, base: nn.Module) -> ModelShape:
+        """Return the sizes of a base model."""
+        decoder: Any = base.get_submodule(self.decoder)
+        tower: Any = () if self.tower_layers is None else base.get_submodule(self.tower_layers)
+        return ModelShape(len(decoder.layers), len(tower), self.projector is not None)
 
     def provides(self, config: Any) -> frozenset[Need]:
         """Return the observations that a model with this config can serve."""

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..method import Need
+import torch
+
+from ..method import TOWER_NEEDS, Need
 from .base import Cells, Media, ModelAdapter, grid_cells
 
 
@@ -20,7 +22,13 @@ def tower_needs(config: Any) -> frozenset[Need]:
     plain = isinstance(config.vision_feature_layer, int) and config.vision_feature_select_strategy == "default"
     if not plain or config.vision_config.model_type != "clip_vision_model":
         return frozenset()
-    return frozenset({Need.CLS_ROW, Need.TOWER_KEYS, Need.CLS_HIDDEN})
+    return TOWER_NEEDS | {Need.GRID}
+
+
+def tile_cells(config: Any) -> torch.Tensor:
+    """Return the cells of the patches of one tile."""
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return grid_cells(1, side, side)
 
 
 def _cells(config: Any, modality: str, grid: Any, lengths: Sequence[int]) -> list[Cells | None]:
@@ -39,4 +47,5 @@ LLAVA = ModelAdapter(
     tower_layers="vision_tower.encoder.layers",
     feature_layer=feature_layer,
     tower_needs=tower_needs,
+    tile_cells=tile_cells,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .base import Cells, Media, ModelAdapter, grid_cells
-from .llava import feature_layer, tower_needs
+from .llava import feature_layer, tile_cells, tower_needs
 
 
 def _packed_cells(config: Any, height: int, width: int, length: int) -> torch.Tensor:
@@ -46,4 +46,5 @@ LLAVA_NEXT = ModelAdapter(
     tower_layers="vision_tower.encoder.layers",
     feature_layer=feature_layer,
     tower_needs=tower_needs,
+    tile_cells=tile_cells,
 )

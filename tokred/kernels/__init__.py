@@ -4,9 +4,10 @@ Each operation is a folder: `naive.py` is the readable reference and test oracle
 dispatcher in `__init__.py` checks the arguments and chooses between the forms. Nothing here imports the rest of tokred.
 """
 
+from .attention_columns import attention_columns
 from .farthest_points import farthest_points
 from .gather import gather
 from .match import match
 from .topk_indices import topk_indices
 
-__all__ = ["farthest_points", "gather", "match", "topk_indices"]
+__all__ = ["attention_columns", "farthest_points", "gather", "match", "topk_indices"]

@@ -1,0 +1,66 @@
+"""What methods observe in towers, against the attention weights of the eager stock model."""
+
+import importlib
+
+import pytest
+import tiny
+import torch
+
+import tokred
+
+
+def _recorded(monkeypatch, model, batch):
+    """Return what HiPrune sees of the batch: attention in the middle and at the end of the tower, and the grids."""
+    seen = []
+
+    def survivors(self, *observed):
+        seen.append(observed)
+        return torch.arange(self.count(observed[0].shape[1])).expand(len(observed[0]), -1)
+
+    monkeypatch.setattr(tokred.HiPrune, "survivors", survivors)
+    with tokred.apply(model, "hiprune", keep=0.5, layer=0):
+        model(**batch)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_column_sums_of_a_tower_with_tiles(family, monkeypatch):
+    model = tiny.BUILDERS[family]("sdpa")
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE])
+    [(shallow, deep, grid)] = _recorded(monkeypatch, model, batch)
+    eager = tiny.BUILDERS[family]("eager")
+    weights = eager.model.vision_tower(batch["pixel_values"].flatten(0, -4), output_attentions=True).attentions
+    for sums, layer in ((shallow, 0), (deep, 1)):
+        torch.testing.assert_close(sums, weights[layer].mean(1).sum(1)[:, 1:])
+    assert grid[0, 5].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_column_sums_of_a_tower_that_merges(family, monkeypatch):
+    """The second image is no square, and all images have more than one window."""
+    model = tiny.BUILDERS[family]("sdpa")
+    batch = tiny.inputs(family, [tiny.Row((5, tiny.START, tiny.IMAGE, tiny.END, tiny.IMAGE, 7), ((4, 4), (4, 6)))])
+    seen = _recorded(monkeypatch, model, batch)
+
+    eager = tiny.BUILDERS[family]("eager")
+    modeling = importlib.import_module(type(eager).__module__)
+    stock = modeling.eager_attention_forward
+    weights = {}
+
+    def attend(module, *args, **kwargs):
+        output, probabilities = stock(module, *args, **kwargs)
+        weights.setdefault(module, []).append(probabilities)
+        return output, probabilities
+
+    monkeypatch.setattr(modeling, "eager_attention_forward", attend)
+    tower = eager.model.visual
+    output = tower(batch["pixel_values"], grid_thw=batch["image_grid_thw"], return_dict=True)
+    # Where each row of the tower's output goes, by comparing what the merger makes of it with the result.
+    merged = tower.merger(output.last_hidden_state)
+    place = torch.cdist(output.pooler_output, merged).argmin(dim=1)
+    for layer, index in ((0, 0), (1, 1)):
+        sums = torch.cat([part.mean(1).sum(1)[0] for part in weights[tower.blocks[layer].attn]])
+        expected = sums.view(-1, 4).mean(1)[place].split([16, 24])
+        for image, observed in zip(expected, seen, strict=True):
+            torch.testing.assert_close(observed[index][0], image)
+    assert [observed[2][0, 5].tolist() for observed in seen] == [[0, 0, 1, 1], [0, 0, 0, 5]]

@@ -1,0 +1,357 @@
+"""What happens in a call of the base model: hooks that shorten the sequence and keep everything in step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from . import cache as caches
+from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
+from .call import Call, current_call, labels_of_call
+from .errors import UnsupportedFamilyError, UnsupportedInputError
+from .hooks import Attachments
+from .layout import MediaItem, Span, place_items
+from .masks import layer_mask, read_mask
+from .method import Method, Need, Stage, Step
+from .observe import capturing, tap
+from .plan import Plan
+from .reduction import Reduction
+from .report import CallReport, Statistics
+from .sites import Site, buckets_of, groups_of
+
+
+class DecoderHooks:
+    """The hooks on the base model, its decoder and the decoder's layers.
+
+    Args:
+        model: the model given to `tokred.apply`.
+        base: the base model in it.
+        adapter: its family.
+        plan: the steps.
+        statistics: what is told about every call.
+    """
+
+    def __init__(self, model: nn.Module, base: nn.Module, adapter: ModelAdapter, plan: Plan, statistics: Statistics):
+        self._model = model
+        self._base = base
+        self._config: Any = base.config
+        self._adapter = adapter
+        self._plan = plan
+        self._statistics = statistics
+        self._decoder: Any = base.get_submodule(adapter.decoder)
+        self._layers = cast(nn.ModuleList, self._decoder.layers)
+        self._cache_argument = cache_argument(self._decoder.forward)
+        self._layer_index = {layer: index for index, layer in enumerate(self._layers)}
+        self._last_site = max((step.layer for _, step in plan.steps if step.layer is not None), default=0)
+
+    def attach(self, attachments: Attachments) -> None:
+        """Add the hooks."""
+        attachments.before(self._base, self._enter_base)
+        attachments.after(self._base, self._leave_base, always=True)
+        if self._model is not self._base:
+            attachments.before(self._model, self._enter_model)
+        attachments.before(self._decoder, self._enter_decoder)
+        attachments.after(self._decoder, self._leave_decoder)
+        for layer in self._layers:
+            attachments.before(layer, self._enter_layer)
+        tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.LAYER_KEYS)]
+        for before in sorted({step.layer - 1 for step in tapped if step.layer is not None}):
+            attachments.add(tap(self._attention(before)))
+
+    def _attention(self, layer: int) -> nn.Module:
+        return self._layers[layer].get_submodule(self._adapter.attention)
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        arguments = _arguments(module, args, kwargs)
+        if arguments.get("labels") is None:
+            return None
+        # The copy is masked once it is known which tokens are gone.
+        labels = arguments["labels"].clone()
+        labels_of_call.set(labels)
+        return (), arguments | {"labels": labels}
+
+    def _enter_base(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # PyTorch runs no hook when Ctrl-C ends a call, which may have left one behind.
+        self.end_call()
+        arguments = _arguments(module, args, kwargs)
+        labels = labels_of_call.get()
+        labels_of_call.set(None)
+        call = Call(self, current_call.get(), arguments.get("input_ids"), arguments.get("mm_token_type_ids"), labels)
+        for modality, output in (arguments.get("mm_encoder_outputs") or {}).items():
+            if output is not None:
+                lengths = [len(feature) for feature in output.pooler_output]
+                items = getattr(output, "tokred_items", ())
+                # Beam search repeats the features and leaves the items; their grids then are not known.
+                if [item.length for item in items] != lengths:
+                    items = [MediaItem(modality, length) for length in lengths]
+                call.items[modality] = list(items)
+        pixels = any(arguments.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
+        if call.ids is None and call.type_ids is None and (pixels or call.items):
+            raise UnsupportedInputError(
+                "media with inputs_embeds need mm_token_type_ids too: without them the media tokens cannot be told "
+                "from text"
+            )
+        current_call.set(call)
+        caches.handle_is_active.set(True)
+
+    def _leave_base(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.end_call()
+
+    def end_call(self) -> None:
+        """Forget the running call of this session, if there is one."""
+        call = current_call.get()
+        if call is not None and call.owner is self:
+            current_call.set(call.outer)
+            caches.handle_is_active.set(call.outer is not None)
+            capturing.set(None)
+
+    def _enter_decoder(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = current_call.get()
+        embeds = kwargs.get("inputs_embeds")
+        if call is None or embeds is None:
+            return None
+        call.length = embeds.shape[1]
+        call.cache = kwargs.get(self._cache_argument)
+        held = [] if call.cache is None else call.cache.layers
+        call.active = any(isinstance(layer, caches.ReducedMixin) for layer in held)
+        # Media encoded before a pause may hold carriers, which have to leave now too.
+        placeholders = {} if call.length == 1 else self._placeholders(call)
+        if placeholders:
+            call.spans = place_items(placeholders, call.items)
+        elif not call.active:
+            if call.length > 1 and not self._plan.paused:
+                self._statistics.add_idle()
+            return None
+
+        kept = _survivors_of_encoding(embeds, placeholders)
+        if call.spans and kept is None:
+            self._check_encoded(call.spans)
+        if kept is None and not self._reduces_later(call.spans) and not call.active:
+            call.spans = []
+            return None
+
+        kwargs = dict(kwargs)
+        self._read_cache(call, kwargs)
+        if call.spans:
+            # Only now can something get shorter: later tokens, one by one, change no length but their own.
+            self._check_arguments(kwargs, call.length, "the decoder")
+            if call.cache is not None:
+                caches.check_cache(call.cache)
+        read_mask(call, kwargs, embeds)
+        call.active = True
+        if kwargs.get("position_ids") is None:
+            positions = torch.arange(call.past, call.past + call.length, device=embeds.device)
+            kwargs["position_ids"] = positions.unsqueeze(0)
+        moved = {"inputs_embeds": embeds, "position_ids": kwargs["position_ids"]}
+        if call.spans:
+            call.report = CallReport(self._adapter.model_type, embeds.shape[0], call.length, call.spans)
+            if any(step.stage is Stage.DECODER_LAYER for _, step in self._plan.current()):
+                capturing.set(call.capture)
+            if kept is not None:
+                before = call.spans
+                moved = self._shorten(call, kept, moved)
+                call.report.add(*self._encoding_stage(), None, before, call.spans)
+            for method, step in self._plan.at(Stage.EMBEDS):
+                moved = self._run_step(call, method, step, moved)
+        # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
+        return args, kwargs | moved | {"attention_mask": None}
+
+    def _placeholders(self, call: Call) -> dict[str, torch.Tensor]:
+        """Return which tokens of the call stand for media, by modality, without the modalities that do not occur."""
+        found = {}
+        for modality, media in self._adapter.media.items():
+            token = getattr(self._config, media.token_id, None)
+            if call.ids is not None and token is not None:
+                mask = call.ids == token
+            elif call.type_ids is not None:
+                mask = call.type_ids == media.type_id
+            else:
+                continue
+            if mask.any():
+                found[modality] = mask
+        return found
+
+    def _check_encoded(self, spans: list[Span]) -> None:
+        """Raise if a method that acts while media are encoded did not see these."""
+        for stage in (Stage.PROJECTOR, Stage.FEATURES):
+            for method, _ in self._plan.at(stage):
+                for span in spans:
+                    if method.count(span.length) != span.length:
+                        raise UnsupportedInputError(
+                            f"{method.name} acts while media are encoded, but these {span.length} {span.item.modality} "
+                            "tokens were encoded without it; encode them through the model after tokred.apply"
+                        )
+
+    def _reduces_later(self, spans: list[Span]) -> bool:
+        """Return whether a step at or inside the decoder removes tokens of these items."""
+        for method, step in self._plan.current():
+            if step.stage in (Stage.EMBEDS, Stage.DECODER_LAYER):
+                for group in groups_of(spans, getattr(method, "scope", "item")):
+                    length = sum(span.length for span in group)
+                    if self._plan.count(method, length) != length:
+                        return True
+        return False
+
+    def _encoding_stage(self) -> tuple[Stage, str]:
+        """Return the stage and the method that shortened the features of this call."""
+        for stage in (Stage.FEATURES, Stage.PROJECTOR):
+            for method, _ in self._plan.at(stage):
+                return stage, method.name
+        return Stage.FEATURES, "encoded earlier"
+
+    @staticmethod
+    def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
+        """Refuse an argument that would stay at full length while everything else gets shorter."""
+        for name, value in arguments.items():
+            if name in DECODER_ARGUMENTS:
+                continue
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.Tensor) and length in tensor.shape:
+                    raise UnsupportedFamilyError(
+                        f"{where} gets the argument {name!r} of shape {tuple(tensor.shape)}, which follows the "
+                        f"sequence of {length} tokens and is not known to tokred"
+                    )
+
+    def _read_cache(self, call: Call, kwargs: dict[str, Any]) -> None:
+        """Find the call's cache, making it as stock would where there is none yet."""
+        use_cache = kwargs.get("use_cache")
+        use_cache = self._decoder.config.use_cache if use_cache is None else use_cache
+        if call.cache is None and use_cache:
+            from transformers import DynamicCache
+
+            call.cache = kwargs[self._cache_argument] = DynamicCache(config=self._decoder.config)
+        if call.cache is not None:
+            call.past = call.cache.get_seq_length()
+
+    def _shorten(self, call: Call, kept: torch.Tensor, moved: dict[str, Any]) -> dict[str, Any]:
+        """Take the survivors of everything that has a sequence axis, and note the new places of the media.
+
+        Args:
+            call: the call.
+            kept: which places survive, bool of shape (B, P).
+            moved: hidden states (B, P, D) and what goes with them.
+        """
+        fill_right = None
+        if call.valid is not None:
+            # Padding leaves too: a row that loses few tokens would otherwise keep all rows as long as it was.
+            valid = call.valid[:, call.past :]
+            fill_right = ~valid[:, -1]
+            kept = kept & (valid if call.block is None else call.block.gather(valid))
+        reduction = Reduction(kept, fill_right)
+        call.block = reduction if call.block is None else call.block.then(reduction)
+        call.segment = caches.new_segment()
+        call.spans = [
+            Span(span.sample, *reduction.interval(span.sample, span.start, span.stop), span.item) for span in call.spans
+        ]
+        return {name: _gather_argument(name, value, reduction) for name, value in moved.items()}
+
+    def _run_step(self, call: Call, method: Method, step: Step, moved: dict[str, Any]) -> dict[str, Any]:
+        """Let a step choose among the media tokens of the call, and shorten what moves with them.
+
+        Args:
+            call: the call.
+            method: the method of the step.
+            step: the step.
+            moved: the hidden states first, (B, P, D), then what goes with them.
+        """
+        name, hidden = next(iter(moved.items()))
+        batch, length = hidden.shape[:2]
+        kept = torch.ones((batch, length), dtype=torch.bool, device=hidden.device)
+        if call.block is not None:
+            kept = call.block.keep >= 0
+        changed = None
+        before = call.spans
+        for bucket in buckets_of(call, method, step, hidden.device):
+            site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket)
+            selection = step.select(site.context())
+            samples, places = site.samples.unsqueeze(1), site.places
+            kept[samples, places] = False
+            kept[samples, places.gather(1, selection.keep)] = True
+            if selection.rows is not None:
+                changed = hidden.clone() if changed is None else changed
+                changed[samples, places.gather(1, selection.keep)] = selection.rows
+            if selection.merged_into is not None and call.report is not None:
+                call.report.merge(site.samples, site.original(places), selection.merged_into)
+        if changed is not None:
+            moved = moved | {name: changed}
+        if not kept.all():
+            moved = self._shorten(call, kept, moved)
+        if call.report is not None:
+            call.report.add(step.stage, method.name, step.layer, before, call.spans)
+        return moved
+
+    def _enter_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = current_call.get()
+        if call is None or not call.active:
+            return None
+        index = self._layer_index[module]
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        kwargs |= call.replaced
+        for method, step in self._plan.at(Stage.DECODER_LAYER, index) if call.spans else ():
+            self._check_arguments(kwargs, hidden.shape[1], f"decoder layer {index}")
+            moved = {"hidden_states": hidden} | {
+                name: kwargs[name] for name in ("position_embeddings", "position_ids") if kwargs.get(name) is not None
+            }
+            moved = self._run_step(call, method, step, moved)
+            hidden = moved.pop("hidden_states")
+            call.replaced = moved
+            kwargs |= moved
+            if index == self._last_site:
+                capturing.set(None)
+                call.capture.attention.clear()
+        kwargs["attention_mask"] = layer_mask(call, self._decoder.config, index, hidden)
+        if "flash" in (self._decoder.config._attn_implementation or ""):
+            # Flash kernels read gaps in the positions as borders between packed sequences.
+            kwargs["position_ids"] = None
+        if call.block is not None and call.cache is not None:
+            layer = caches.reduced_layer(call.cache, index, hidden.shape[0], hidden.device)
+            layer.announce(call.block.keep, call.block.filled, call.length, call.segment)
+        if call.report is not None:
+            call.report.saw(hidden.shape[1], call.spans)
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": hidden}
+
+    def _leave_decoder(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        call = current_call.get()
+        if call is None or not call.active:
+            return None
+        if call.report is not None:
+            self._statistics.add(call.report.finish(call.block))
+        if call.block is None:
+            return None
+        if call.labels is not None:
+            call.labels[call.block.dropped()] = -100
+        if isinstance(output, tuple):
+            return call.block.expand(output[0]), *output[1:]
+        output.last_hidden_state = call.block.expand(output.last_hidden_state)
+        return output
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return positional and keyword arguments of a forward by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+def _survivors_of_encoding(embeds: torch.Tensor, placeholders: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return which tokens are no carriers, bool of shape (B, L), or None if there is no carrier."""
+    if not placeholders:
+        return None
+    media = functools.reduce(torch.logical_or, placeholders.values()).to(embeds.device)
+    kept = ~(media & embeds[..., 0].isnan())
+    return None if kept.all() else kept
+
+
+def _gather_argument(name: str, value: Any, reduction: Reduction) -> Any:
+    if name == "position_ids":
+        return reduction.gather(value, -1)
+    if name == "position_embeddings":
+        return tuple(reduction.gather(part, -2) for part in value)
+    return reduction.gather(value, 1)
