@@ -414,7 +414,7 @@ def evaluate(plan: Plan, progress: Progress, out: Path | None = None) -> dict[st
         "refused": refused,
         "overlays": overlays,
         "settings": {
-            "model": path,
+            "model": plan.model or f"the one that ships for task {plan.task}",
             "task": plan.task,
             "questions": len(questions),
             "questions_asked_for": plan.questions,

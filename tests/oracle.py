@@ -7,16 +7,28 @@ from typing import Any
 import tiny
 import torch
 
-
-def first_reduced_layer(handle: Any) -> int:
-    """Return the first decoder layer that sees fewer tokens."""
-    layers = [stage.layer for stage in handle.summary().stages]
-    return 0 if None in layers else min(layer for layer in layers if layer is not None)
+from tokred.cache import ReducedMixin
 
 
 def surviving(handle: Any) -> torch.Tensor:
     """Return which tokens of the last prefill survived, bool of shape (B, L)."""
     return ~handle._session.statistics.last.block.dropped()
+
+
+def surviving_by_layer(cache: Any, length: int) -> list[torch.Tensor]:
+    """Return which of the first `length` tokens each layer of a cache holds, bool of shape (B, length) each."""
+    held = []
+    for layer in cache.layers:
+        batch = layer.keys.shape[0]
+        if not isinstance(layer, ReducedMixin):
+            held.append(torch.ones(batch, length, dtype=torch.bool))
+            continue
+        indices = layer.indices()
+        kept = torch.zeros(batch, layer.logical_length + 1, dtype=torch.bool)
+        # Fill goes to a place of its own, behind the tokens.
+        kept.scatter_(1, torch.where(indices < 0, layer.logical_length, indices), True)
+        held.append(kept[:, :length])
+    return held
 
 
 def merged_embeds(model: Any, batch: dict[str, Any], embeds: torch.Tensor) -> torch.Tensor:
@@ -30,31 +42,29 @@ def merged_embeds(model: Any, batch: dict[str, Any], embeds: torch.Tensor) -> to
 
 
 def masked_logits(
-    model: Any, inputs: dict[str, Any], kept: torch.Tensor, from_layer: int, valid: torch.Tensor | None = None
+    model: Any, inputs: dict[str, Any], kept: list[torch.Tensor], valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the logits of the stock decoder whose layers from `from_layer` on cannot see removed keys.
+    """Return the logits of the stock decoder whose layers cannot see removed keys.
 
     Args:
         model: a stock model without a handle.
         inputs: `inputs_embeds` and `position_ids` of the unpruned sequence.
-        kept: which keys are there, bool of shape (B, L).
-        from_layer: first layer with removed keys.
+        kept: for each layer which keys are there, bool of shape (B, L); padding does not matter.
         valid: which tokens are no padding, bool of shape (B, L).
     """
     embeds = inputs["inputs_embeds"]
     length = embeds.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     own = torch.eye(length, dtype=torch.bool)
-    valid = torch.ones_like(kept) if valid is None else valid
+    valid = torch.ones_like(kept[0]) if valid is None else valid
 
     def additive(keys: torch.Tensor) -> torch.Tensor:
         seen = (causal & keys[:, None, :]) | own
         return torch.where(seen, 0.0, torch.finfo(embeds.dtype).min).unsqueeze(1)
 
-    full, short = additive(valid), additive(valid & kept)
     hooks = []
     for index, layer in enumerate(model.model.language_model.layers):
-        mask = short if index >= from_layer else full
+        mask = additive(valid & kept[index])
 
         def replace(module: Any, args: Any, kwargs: Any, mask: torch.Tensor = mask) -> Any:
             return args, kwargs | {"attention_mask": mask}
@@ -62,7 +72,7 @@ def masked_logits(
         hooks.append(layer.register_forward_pre_hook(replace, with_kwargs=True))
     try:
         hidden = model.model.language_model(
-            inputs_embeds=embeds, position_ids=inputs["position_ids"], attention_mask=full, use_cache=False
+            inputs_embeds=embeds, position_ids=inputs["position_ids"], attention_mask=additive(valid), use_cache=False
         ).last_hidden_state
     finally:
         for hook in hooks:

@@ -14,11 +14,13 @@ class Every2(Method):
 
     Args:
         site: `"features"`, `"embeds"`, or the decoder layer whose input is shortened.
+        positions: which position ids the survivors get.
     """
 
     name: ClassVar[str] = "every2"
     source: ClassVar[str] = "tests"
     site: str | int = "features"
+    positions: str = "keep"
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         if isinstance(self.site, int):
@@ -33,4 +35,12 @@ class Every2(Method):
         return Selection(torch.arange(0, length, 2).expand(groups, -1))
 
 
-PROBES = {"features": Every2(), "embeds": Every2(site="embeds"), "layer2": Every2(site=2)}
+PROBES = {
+    "features": Every2(),
+    "embeds": Every2(site="embeds"),
+    "layer2": Every2(site=2),
+    "three": [Every2(), Every2(site=1), Every2(site=3)],
+}
+
+# Methods that look through a tower's CLS token, which the towers of Qwen do not have.
+NEEDS_CLS = ("fastervlm", "visionzip")

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import tiny
 import torch
-from oracle import first_reduced_layer, masked_logits, merged_embeds, surviving
-from probes import PROBES
+from oracle import masked_logits, merged_embeds, surviving, surviving_by_layer
+from probes import NEEDS_CLS, PROBES
 
 import tokred
 from tokred.errors import LiveHandleError, UnsupportedFamilyError
@@ -21,7 +21,7 @@ def _pairs():
     for family in FAMILIES:
         for method in METHODS:
             # The towers of Qwen have no CLS token; that they refuse is tested in test_errors.py.
-            if not (method == "visionzip" and family.startswith("qwen")):
+            if not (method in NEEDS_CLS and family.startswith("qwen")):
                 yield pytest.param(family, method, id=f"{family}-{method}")
 
 
@@ -70,15 +70,16 @@ def test_removing_equals_masking(family, method, attention):
     valid = batch["attention_mask"].bool()
     inputs = tiny.base_inputs(model, batch)
     with tokred.apply(model, method, keep=0.4) as handle:
-        inputs["inputs_embeds"] = merged_embeds(model, batch, inputs["inputs_embeds"])
-        logits = model(**batch).logits
-        kept, layer = surviving(handle), first_reduced_layer(handle)
-        assert handle.summary().layer_lengths[-1] < logits.shape[1]
-    if layer > 0:
-        inputs = tiny.base_inputs(model, batch)
-    expected = masked_logits(model, inputs, kept, layer, valid)
-    alive = kept & valid
-    assert not kept.all()
+        embeds = merged_embeds(model, batch, inputs["inputs_embeds"])
+        output = model(**batch, use_cache=True)
+        kept = surviving_by_layer(tiny.cache_of(output), valid.shape[1])
+        assert torch.equal(kept[-1] & valid, surviving(handle) & valid)
+        assert handle.summary().layer_lengths[-1] < valid.shape[1]
+    if not (kept[0] | ~valid).all():
+        inputs["inputs_embeds"] = embeds
+    expected, logits = masked_logits(model, inputs, kept, valid), output.logits
+    alive = kept[-1] & valid
+    assert not (alive | ~valid).all()
     torch.testing.assert_close(logits[alive], expected[alive], **TOLERANCE)
 
 
@@ -88,11 +89,10 @@ def test_decode_equals_masking(family, probe):
     model = tiny.BUILDERS[family]()
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
     valid = batch["attention_mask"].bool()
-    with tokred.apply(model, probe) as handle:
+    with tokred.apply(model, probe):
         output = _generate(model, batch, steps=4)
         scores = _scores(output)
-        kept = surviving(handle)
-        layer = first_reduced_layer(handle)
+        kept = surviving_by_layer(tiny.cache_of(output), valid.shape[1])
     new = output.sequences[:, valid.shape[1] : -1]
     ones = torch.ones_like(new)
     extended = batch | {
@@ -105,9 +105,8 @@ def test_decode_equals_masking(family, probe):
     if not family.startswith("qwen"):
         # Without position ids the stock forward counts padding; `generate` counts from the first token.
         inputs["position_ids"] = (extended["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    expected = masked_logits(
-        model, inputs, torch.cat([kept, ones.bool()], 1), layer, torch.cat([valid, ones.bool()], 1)
-    )
+    kept = [torch.cat([layer, ones.bool()], 1) for layer in kept]
+    expected = masked_logits(model, inputs, kept, torch.cat([valid, ones.bool()], 1))
     torch.testing.assert_close(scores, expected[:, valid.shape[1] - 1 :], **TOLERANCE)
 
 
@@ -358,6 +357,7 @@ def test_methods_on_different_stages_compose(family):
     assert lengths[0] > lengths[1] == lengths[2] > lengths[3]
 
 
-def test_visionzip_is_refused_without_cls_token():
+@pytest.mark.parametrize("method", NEEDS_CLS)
+def test_refused_without_cls_token(method):
     with pytest.raises(UnsupportedFamilyError, match="cls_row"):
-        tokred.apply(tiny.qwen2_5_vl(), "visionzip")
+        tokred.apply(tiny.qwen2_5_vl(), method)

@@ -24,13 +24,29 @@ def test_every_method_keeps_its_budget(method, length, keep):
     assert count == min(length, max(1, round(keep * length)))
     if count == length:
         return
-    [step] = built.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True))
-    groups, text = 2, 3
+    groups, text, left = 2, 3, length
+    for step in built.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True)):
+        context = _context(step, groups, left, text, total=length)
+        if (step.count or (lambda total, left: built.count(left)))(length, left) == left:
+            continue
+        selection = step.select(context)
+        assert (selection.keep.diff(dim=1) > 0).all()
+        assert selection.keep.min() >= 0
+        assert selection.keep.max() < left
+        left = selection.keep.shape[1]
+        assert left >= count
+        if selection.rows is not None:
+            assert selection.rows.shape == (groups, count, 8)
+    assert left == count
+
+
+def _context(step, groups, length, text, total):
     made = {
         Need.CLS_ROW: _noise(groups, 2, length + 1).softmax(-1),
         Need.TOWER_KEYS: _noise(groups, length + 1, 8),
         Need.CLS_HIDDEN: _noise(groups, 1, 8),
         Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
+        Need.NEXT_ROW: _noise(groups, 2, length).softmax(-1),
         Need.LAYER_KEYS: _noise(groups, length + text, 8),
         Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
         Need.COLUMN_SUM: _noise(groups, length).softmax(-1),
@@ -38,21 +54,14 @@ def test_every_method_keeps_its_budget(method, length, keep):
     }
 
     def provide(observation, of_text):
-        need = observation.need
-        whole = made[need]
-        if need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
+        whole = made[observation.need]
+        if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
             return whole[:, length:] if of_text else whole[:, :length]
         return whole
 
     places = torch.arange(length + text).expand(groups, -1)
-    context = Context(_noise(groups, length, 8), step.needs, provide, places[:, :length], places[:, length:])
-    selection = step.select(context)
-    assert selection.keep.shape == (groups, count)
-    assert (selection.keep.diff(dim=1) > 0).all()
-    assert selection.keep.min() >= 0
-    assert selection.keep.max() < length
-    if selection.rows is not None:
-        assert selection.rows.shape == (groups, count, 8)
+    hidden = _noise(groups, length, 8)
+    return Context(hidden, step.needs, provide, places[:, :length], places[:, length:], total)
 
 
 def test_undeclared_observations_are_refused():
@@ -126,6 +135,30 @@ def test_hiprune_does_not_look_into_the_next_frame():
     deep = torch.tensor([[0.0, 0, 0.1, 0.9]])
     grid = grid_cells(2, 1, 2)[None]
     assert tokred.HiPrune(num_tokens=3, alpha=1.0).survivors(shallow, deep, grid).tolist() == [[0, 1, 3]]
+
+
+def test_fastervlm_keeps_what_the_cls_token_looks_at():
+    """Head means 0.3, 0.5, 0.1 and 0.4: the second and the fourth patch."""
+    rows = torch.tensor([[[9.0, 0.6, 0.1, 0.2, 0.0], [9.0, 0.0, 0.9, 0.0, 0.8]]])
+    method = tokred.FasterVLM(num_tokens=2)
+    [step] = method.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True))
+    context = Context(torch.zeros(1, 4, 2), step.needs, lambda seen, text: rows, torch.arange(4)[None])
+    assert step.select(context).keep.tolist() == [[1, 3]]
+
+
+def test_pyramiddrop_halves_three_times():
+    model = tiny.llava()
+    with tokred.apply(model, "pyramiddrop") as handle:
+        model(**tiny.inputs("llava", [tiny.ONE_IMAGE]))
+        stages = handle.summary().to_dict()["stages"]
+    found = [(stage["layer"], stage["tokens_before"], stage["tokens_after"]) for stage in stages]
+    assert found == [(1, [16], [8]), (2, [8], [4]), (3, [4], [2])]
+
+
+@pytest.mark.parametrize("layers", [(), (0, 1), (2, 1), (1, 1), (1.5,), 3])
+def test_pyramiddrop_refuses_layers(layers):
+    with pytest.raises(tokred.errors.ParameterError, match="layers="):
+        tokred.PyramidDrop(layers=layers)
 
 
 def test_zip_adds_the_mean_of_what_joins():

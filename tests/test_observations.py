@@ -64,3 +64,25 @@ def test_column_sums_of_a_tower_that_merges(family, monkeypatch):
         for image, observed in zip(expected, seen, strict=True):
             torch.testing.assert_close(observed[index][0], image)
     assert [observed[2][0, 5].tolist() for observed in seen] == [[0, 0, 1, 1], [0, 0, 0, 5]]
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_next_row_is_what_the_layer_computes(family, padded, monkeypatch):
+    """With one step before layer 2: the oracle is layer 2 of the eager stock model."""
+    seen = []
+
+    def survivors(rows, count):
+        seen.append(rows)
+        return torch.arange(count).expand(len(rows), -1)
+
+    monkeypatch.setattr(tokred.PyramidDrop, "survivors", staticmethod(survivors))
+    model, eager = tiny.BUILDERS[family]("sdpa"), tiny.BUILDERS[family]("eager")
+    rows = [tiny.ONE_IMAGE, tiny.Row((11, 12, *tiny.ONE_IMAGE.ids), tiny.ONE_IMAGE.sizes)][: 1 + padded]
+    batch = tiny.inputs(family, rows)
+    with tokred.apply(model, tokred.PyramidDrop(layers=(2,), keep=0.5)):
+        model(**batch)
+    weights = eager(**batch, output_attentions=True).attentions[2]
+    [observed] = seen
+    for row, ids in enumerate(batch["input_ids"]):
+        torch.testing.assert_close(observed[row], weights[row, :, -1, ids == tiny.IMAGE], atol=1e-5, rtol=0)

@@ -7,7 +7,7 @@ from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
 from .registry import adapters, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, DivPrune, FastV, HiPrune, Random, Uniform, VisionZip
+from .vision import DART, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, Uniform, VisionZip
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "Context",
     "DivPrune",
     "FastV",
+    "FasterVLM",
     "Handle",
     "HiPrune",
     "Method",
@@ -24,6 +25,7 @@ __all__ = [
     "ModelShape",
     "Need",
     "Observation",
+    "PyramidDrop",
     "Random",
     "Selection",
     "Stage",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,13 @@ class ReducedMixin:
             Keys after them are consecutive and end at `logical_length`.
         logical_length: number of tokens that the layer stands for.
         segments: names of the reduced calls whose keys the layer holds; layers with equal names hold equal indices.
+        shift: how far the position ids of each sample's coming tokens move back, int64 of shape (B,); None for not.
     """
 
     stored: torch.Tensor
     logical_length: int
     segments: tuple[int, ...]
+    shift: torch.Tensor | None
     keys: torch.Tensor
     _announced: tuple[torch.Tensor, int, int] | None
     _filled: bool
@@ -52,7 +55,9 @@ class ReducedMixin:
         """Whether a key may be fill."""
         return self._filled
 
-    def announce(self, keep: torch.Tensor, filled: bool, length: int, segment: int) -> None:
+    def announce(
+        self, keep: torch.Tensor, filled: bool, length: int, segment: int, shift: torch.Tensor | None = None
+    ) -> None:
         """Say which of the next `length` tokens the next update brings.
 
         Args:
@@ -60,10 +65,13 @@ class ReducedMixin:
             filled: whether `keep` has fill.
             length: number of tokens that the update stands for.
             segment: name of the call, see `new_segment`.
+            shift: how far the call moves the position ids of later tokens back, int64 of shape (B,); None for not.
         """
         indices = torch.where(keep < 0, keep, keep + self.logical_length)
         self._announced = torch.cat([self.indices().to(keep.device), indices], dim=1), length, segment
         self._filled = self._filled or filled
+        if shift is not None:
+            self.shift = shift if self.shift is None else self.shift + shift
 
     def indices(self) -> torch.Tensor:
         """Return the logical index of every key, -1 for fill, int64 of shape (B, physical length)."""
@@ -119,22 +127,29 @@ class ReducedMixin:
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the batch for beam search."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.stored = self.stored.index_select(0, beam_idx.to(self.stored.device))
+        self._move(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sample."""
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.stored = self.stored.repeat_interleave(repeats, dim=0)
+        self._move(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only some samples."""
         super().batch_select_indices(indices)  # type: ignore[misc]
-        self.stored = self.stored[indices]
+        self._move(lambda x: x[indices])
+
+    def _move(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the samples of everything that is kept for each of them."""
+        self.stored = function(self.stored)
+        if self.shift is not None:
+            self.shift = function(self.shift)
 
     def _start(self, stored: torch.Tensor, length: int) -> None:
         self.stored = stored
         self.logical_length = length
         self.segments = ()
+        self.shift = None
         self._announced = None
         self._filled = False
 

@@ -45,6 +45,11 @@ class Call:
         block: which of the call's tokens reach the current layer; None for all.
         segment: name of `block` in the cache layers.
         spans: the media items among the tokens that reach the current layer.
+        renumbers: whether position ids differ from those that the decoder got, by this call or an earlier one.
+        position_ids: ids from which the rotary embeddings of the tokens that reach the current layer are made, but for
+            the shifts of earlier calls; None before the decoder makes them, and if `renumbers` is False.
+        shift: how far this call moves the ids of each sample's later tokens back, int64 of shape (B,); None for not.
+        rotary: rotary embeddings of the layers so far, by the keys that a layer holds and `segment`.
         replaced: what the layers after a reduction inside the decoder get in place of what the decoder passes.
         masks: mask and valid keys of the layers so far, by the keys that a layer holds.
         valid_keys: valid keys of the layer that ran last, bool of shape (B, K), or None for all.
@@ -67,6 +72,10 @@ class Call:
     block: Reduction | None = None
     segment: int = -1
     spans: list[Span] = field(default_factory=list)
+    renumbers: bool = False
+    position_ids: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    rotary: dict[Any, Any] = field(default_factory=dict)
     replaced: dict[str, Any] = field(default_factory=dict)
     masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = field(default_factory=dict)
     valid_keys: torch.Tensor | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,11 +19,12 @@ from .hooks import Attachments
 from .layout import MediaItem, Span, place_items
 from .masks import layer_mask, read_mask
 from .method import Method, Need, Stage, Step
-from .observe import capturing, tap
-from .plan import Plan
+from .observe import Seen, capturing, tap
+from .plan import Plan, policy_of
+from .positions import renumber
 from .reduction import Reduction
 from .report import CallReport, Statistics
-from .sites import Site, buckets_of, groups_of
+from .sites import Site, buckets_of, groups_of, last_places
 
 
 class DecoderHooks:
@@ -56,6 +59,7 @@ class DecoderHooks:
             attachments.before(self._model, self._enter_model)
         attachments.before(self._decoder, self._enter_decoder)
         attachments.after(self._decoder, self._leave_decoder)
+        attachments.before(self._decoder.rotary_emb, self._enter_rotary)
         for layer in self._layers:
             attachments.before(layer, self._enter_layer)
         tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.LAYER_KEYS)]
@@ -146,6 +150,11 @@ class DecoderHooks:
         if kwargs.get("position_ids") is None:
             positions = torch.arange(call.past, call.past + call.length, device=embeds.device)
             kwargs["position_ids"] = positions.unsqueeze(0)
+        call.renumbers = any(getattr(layer, "shift", None) is not None for layer in held)
+        call.renumbers |= bool(call.spans) and self._plan.renumbers()
+        if call.renumbers and kwargs["position_ids"].dim() == 3:
+            # A fourth row, in front, counts the tokens for packed sequences, which are refused.
+            kwargs["position_ids"] = kwargs["position_ids"][-3:]
         moved = {"inputs_embeds": embeds, "position_ids": kwargs["position_ids"]}
         if call.spans:
             call.report = CallReport(self._adapter.model_type, embeds.shape[0], call.length, call.spans)
@@ -153,8 +162,9 @@ class DecoderHooks:
                 capturing.set(call.capture)
             if kept is not None:
                 before = call.spans
-                moved = self._shorten(call, kept, moved)
-                call.report.add(*self._encoding_stage(), None, before, call.spans)
+                stage, name, policy = self._encoding_stage()
+                moved = self._shorten(call, kept, moved, policy)
+                call.report.add(stage, name, None, before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
@@ -196,12 +206,12 @@ class DecoderHooks:
                         return True
         return False
 
-    def _encoding_stage(self) -> tuple[Stage, str]:
-        """Return the stage and the method that shortened the features of this call."""
+    def _encoding_stage(self) -> tuple[Stage, str, str]:
+        """Return the stage and the method that shortened the features of this call, and its position policy."""
         for stage in (Stage.FEATURES, Stage.PROJECTOR):
             for method, _ in self._plan.at(stage):
-                return stage, method.name
-        return Stage.FEATURES, "encoded earlier"
+                return stage, method.name, policy_of(method)
+        return Stage.FEATURES, "encoded earlier", "keep"
 
     @staticmethod
     def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
@@ -227,13 +237,14 @@ class DecoderHooks:
         if call.cache is not None:
             call.past = call.cache.get_seq_length()
 
-    def _shorten(self, call: Call, kept: torch.Tensor, moved: dict[str, Any]) -> dict[str, Any]:
+    def _shorten(self, call: Call, kept: torch.Tensor, moved: dict[str, Any], policy: str) -> dict[str, Any]:
         """Take the survivors of everything that has a sequence axis, and note the new places of the media.
 
         Args:
             call: the call.
             kept: which places survive, bool of shape (B, P).
             moved: hidden states (B, P, D) and what goes with them.
+            policy: which position ids the survivors get, one of `positions.POLICIES`.
         """
         fill_right = None
         if call.valid is not None:
@@ -244,12 +255,34 @@ class DecoderHooks:
         reduction = Reduction(kept, fill_right)
         call.block = reduction if call.block is None else call.block.then(reduction)
         call.segment = caches.new_segment()
+        before = call.spans
         call.spans = [
-            Span(span.sample, *reduction.interval(span.sample, span.start, span.stop), span.item) for span in call.spans
+            Span(span.sample, *reduction.interval(span.sample, span.start, span.stop), span.item) for span in before
         ]
-        return {name: _gather_argument(name, value, reduction) for name, value in moved.items()}
+        shortened = {name: _gather_argument(name, value, reduction) for name, value in moved.items()}
+        if call.renumbers:
+            # Inside the decoder its ids are gone, and the embeddings are made anew from `call.position_ids`.
+            inside = call.position_ids is not None
+            ids: Any = call.position_ids if inside else moved["position_ids"]
+            if policy == "keep":
+                ids = reduction.gather(ids, -1)
+            else:
+                ids, shift = renumber(ids, before, call.spans, reduction)
+                call.shift = shift if call.shift is None else call.shift + shift
+            if inside:
+                call.position_ids = ids
+            else:
+                shortened["position_ids"] = ids
+        return shortened
 
-    def _run_step(self, call: Call, method: Method, step: Step, moved: dict[str, Any]) -> dict[str, Any]:
+    def _run_step(
+        self,
+        call: Call,
+        method: Method,
+        step: Step,
+        moved: dict[str, Any],
+        ahead: Callable[[], tuple[Seen, torch.Tensor | None]] | None = None,
+    ) -> dict[str, Any]:
         """Let a step choose among the media tokens of the call, and shorten what moves with them.
 
         Args:
@@ -257,6 +290,8 @@ class DecoderHooks:
             method: the method of the step.
             step: the step.
             moved: the hidden states first, (B, P, D), then what goes with them.
+            ahead: returns what the attention kernel of the layer at the site would receive if nothing left, with the
+                last token of each sample as the only query, and which keys are valid.
         """
         name, hidden = next(iter(moved.items()))
         batch, length = hidden.shape[:2]
@@ -266,7 +301,7 @@ class DecoderHooks:
         changed = None
         before = call.spans
         for bucket in buckets_of(call, method, step, hidden.device):
-            site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket)
+            site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket, ahead)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
             kept[samples, places] = False
@@ -279,7 +314,7 @@ class DecoderHooks:
         if changed is not None:
             moved = moved | {name: changed}
         if not kept.all():
-            moved = self._shorten(call, kept, moved)
+            moved = self._shorten(call, kept, moved, policy_of(method))
         if call.report is not None:
             call.report.add(step.stage, method.name, step.layer, before, call.spans)
         return moved
@@ -297,25 +332,72 @@ class DecoderHooks:
             moved = {"hidden_states": hidden} | {
                 name: kwargs[name] for name in ("position_embeddings", "position_ids") if kwargs.get(name) is not None
             }
-            moved = self._run_step(call, method, step, moved)
+            rotary = kwargs.get("position_embeddings")
+            ahead = functools.cache(functools.partial(self._look_ahead, call, index, hidden, rotary))
+            moved = self._run_step(call, method, step, moved, ahead)
             hidden = moved.pop("hidden_states")
             call.replaced = moved
             kwargs |= moved
             if index == self._last_site:
                 capturing.set(None)
                 call.capture.attention.clear()
+        if call.position_ids is not None:
+            kwargs["position_embeddings"] = self._position_embeddings(call, index, hidden)
         kwargs["attention_mask"] = layer_mask(call, self._decoder.config, index, hidden)
         if "flash" in (self._decoder.config._attn_implementation or ""):
             # Flash kernels read gaps in the positions as borders between packed sequences.
             kwargs["position_ids"] = None
         if call.block is not None and call.cache is not None:
             layer = caches.reduced_layer(call.cache, index, hidden.shape[0], hidden.device)
-            layer.announce(call.block.keep, call.block.filled, call.length, call.segment)
+            layer.announce(call.block.keep, call.block.filled, call.length, call.segment, call.shift)
         if call.report is not None:
             call.report.saw(hidden.shape[1], call.spans)
         if args:
             return (hidden, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": hidden}
+
+    def _look_ahead(
+        self, call: Call, index: int, hidden: torch.Tensor, rotary: Any
+    ) -> tuple[Seen, torch.Tensor | None]:
+        """Return what a layer's attention kernel would receive for each sample's last token, and the valid keys."""
+        if call.position_ids is not None:
+            rotary = self._position_embeddings(call, index, hidden)
+        before = call.valid_keys
+        layer_mask(call, self._decoder.config, index, hidden)
+        valid, call.valid_keys = call.valid_keys, before
+        layer: Any = self._layers[index]
+        attention: Any = self._attention(index)
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        normed = layer.input_layernorm(hidden)
+        samples = torch.arange(len(hidden), device=hidden.device)
+        last = last_places(valid, hidden)
+        cos, sin = (part.expand(len(hidden), -1, -1) for part in rotary)
+        heads = (len(hidden), -1, 1, attention.head_dim)
+        query = attention.q_proj(normed[samples, last]).view(heads)
+        key = attention.k_proj(normed).view(*normed.shape[:2], -1, attention.head_dim).transpose(1, 2)
+        query, _ = rotate(query, query, cos[samples, last].unsqueeze(1), sin[samples, last].unsqueeze(1))
+        _, key = rotate(key, key, cos, sin)
+        cached = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
+        if cached is not None and cached.get_seq_length() > 0:
+            key = torch.cat([cached.keys, key], dim=2)
+        return Seen(query, key, key, attention.scaling), valid
+
+    def _enter_rotary(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = current_call.get()
+        if call is not None and call.renumbers and call.position_ids is None:
+            call.position_ids = _arguments(module, args, kwargs)["position_ids"]
+
+    def _position_embeddings(self, call: Call, index: int, hidden: torch.Tensor) -> Any:
+        """Return the rotary embeddings of the tokens that reach a layer."""
+        layer = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
+        reduced = layer if isinstance(layer, caches.ReducedMixin) else None
+        key = (reduced.segments if reduced else (), call.segment)
+        if key not in call.rotary:
+            ids: Any = call.position_ids
+            if reduced is not None and reduced.shift is not None:
+                ids = ids - reduced.shift.unsqueeze(1)
+            call.rotary[key] = self._decoder.rotary_emb(hidden, ids)
+        return call.rotary[key]
 
     def _leave_decoder(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = current_call.get()

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from .errors import ParameterError, UndeclaredObservationError
+from .positions import POLICIES
 
 
 class Stage(enum.StrEnum):
@@ -37,6 +38,8 @@ class Need(enum.StrEnum):
     """Attention that the tokens receive in a tower layer: mean over heads, sum over all queries, (G, N)."""
     LAST_ROW = "last_row"
     """Attention of the last prompt token in the decoder layer before the site, (G, heads, N)."""
+    NEXT_ROW = "next_row"
+    """Attention that the last prompt token would pay in the decoder layer at the site, (G, heads, N)."""
     LAYER_KEYS = "layer_keys"
     """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
     NORMED_HIDDEN = "normed_hidden"
@@ -112,6 +115,7 @@ class Context:
         positions: original positions of the tokens in their sequences, (G, N); at `Stage.FEATURES` and
             `Stage.PROJECTOR`, where no sequence exists yet, positions inside the item.
         text_positions: original positions of the text tokens after the items, (G, T).
+        total: number of tokens that the items have in the prompt, of which N are left; None is N.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class Context:
         provider: Callable[[Observation, bool], torch.Tensor],
         positions: torch.Tensor,
         text_positions: torch.Tensor | None = None,
+        total: int | None = None,
     ):
         self.hidden = hidden
+        self.total = hidden.shape[1] if total is None else total
         self.positions = positions
         self._text_positions = text_positions
         self._observations = frozenset(map(_observation, needs))
@@ -176,12 +182,15 @@ class Step:
         select: pure function from a context to the surviving tokens.
         needs: what `select` observes.
         layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1).
+        count: returns how many of the tokens that are left survive, for the number of tokens in the prompt and of those
+            that are left; None is the method's count of the latter. For methods of several steps.
     """
 
     stage: Stage
     select: Callable[[Context], Selection]
     needs: frozenset[Need | Observation] = frozenset()
     layer: int | None = None
+    count: Callable[[int, int], int | None] | None = None
 
     @property
     def observations(self) -> frozenset[Observation]:
@@ -263,9 +272,6 @@ class Method:
         return cls.from_dict(yaml.safe_load(text))
 
 
-SCOPES = ("item", "total")
-
-
 @dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Method):
     """A method that keeps a given share, or number, of the visual tokens.
@@ -274,19 +280,27 @@ class BudgetMethod(Method):
         keep: share of the visual tokens that survive, in (0, 1]. At least one token of an item always survives.
         num_tokens: number of tokens that survive, at least 1; overrides `keep`. More than exist keeps all of them.
         scope: `"item"` applies the budget to each image, `"total"` to all visual tokens of a sample together.
+        positions: `"keep"` leaves every survivor its position id, `"renumber"` closes the gaps, from the step on where
+            tokens leave. Tasks that ask where something is suffer from the latter (GAP, arXiv 2506.21873,
+            specs/vision.md section 14).
     """
 
+    scopes: ClassVar[tuple[str, ...]] = ("item", "total")
+    """The scopes that the method knows."""
     keep: float = 0.25
     num_tokens: int | None = None
     scope: str = "item"
+    positions: str = "keep"
 
     def _validate(self) -> None:
         if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
             raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
         if self.num_tokens is not None and (not isinstance(self.num_tokens, int) or self.num_tokens < 1):
             raise ParameterError(f"num_tokens={self.num_tokens!r} is not a positive integer")
-        if self.scope not in SCOPES:
-            raise ParameterError(f"scope={self.scope!r} is not one of {SCOPES}")
+        if self.scope not in self.scopes:
+            raise ParameterError(f"scope={self.scope!r} of {self.name} is not one of {self.scopes}")
+        if self.positions not in POLICIES:
+            raise ParameterError(f"positions={self.positions!r} is not one of {POLICIES}")
 
     def count(self, length: int) -> int:
         """Return the number of survivors among `length` tokens: `keep * length` rounded half to even, at least 1."""

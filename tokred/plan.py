@@ -13,6 +13,11 @@ from .method import Method, ModelShape, Stage, Step
 logger = logging.getLogger("tokred")
 
 
+def policy_of(method: Method | None) -> str:
+    """Return which position ids the survivors of a method get, one of `positions.POLICIES`."""
+    return getattr(method, "positions", "keep")
+
+
 class Plan:
     """The steps of a handle's methods on one model.
 
@@ -51,6 +56,10 @@ class Plan:
     def at(self, stage: Stage, layer: int | None = None) -> list[tuple[Method, Step]]:
         """Return the steps that act now at one site."""
         return [(method, step) for method, step in self.current() if (step.stage, step.layer) == (stage, layer)]
+
+    def renumbers(self) -> bool:
+        """Return whether a step that acts now gives the survivors new position ids."""
+        return any(policy_of(method) == "renumber" for method, _ in self.current())
 
     def count(self, method: Method, length: int) -> int | None:
         """Return how many of `length` media tokens a method keeps, warning once if it wants more than there are."""

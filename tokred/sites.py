@@ -30,13 +30,15 @@ def groups_of(spans: list[Span], scope: str) -> list[list[Span]]:
 
 def buckets_of(call: Call, method: Method, step: Step, device: torch.device) -> list[Bucket]:
     """Return the groups of media that a step chooses from, equally long ones together."""
-    found: dict[tuple[int, int], Bucket] = {}
+    found: dict[tuple[int, int, int], Bucket] = {}
     for group in groups_of(call.spans, getattr(method, "scope", "item")):
         length = sum(span.length for span in group)
-        if method.count(length) == length:
+        total = sum(span.item.length for span in group)
+        count = method.count(length) if step.count is None else step.count(total, length)
+        if count == length:
             continue
         text = _text_after(call, group, device) if step.observes(Need.TEXT) else None
-        found.setdefault((length, -1 if text is None else len(text)), []).append((group, text))
+        found.setdefault((length, total, -1 if text is None else len(text)), []).append((group, text))
     return list(found.values())
 
 
@@ -66,6 +68,7 @@ class Site:
     step: Step
     hidden: torch.Tensor
     bucket: Bucket
+    ahead: Callable[[], tuple[Seen, torch.Tensor | None]] | None = None
 
     def __post_init__(self) -> None:
         device = self.hidden.device
@@ -80,7 +83,8 @@ class Site:
     def context(self) -> Context:
         """Return what the step sees."""
         text = None if self.text_places is None else self.original(self.text_places)
-        return Context(self._rows(self.places), self.step.needs, self._observe, self.original(self.places), text)
+        total = sum(span.item.length for span in self.bucket[0][0])
+        return Context(self._rows(self.places), self.step.needs, self._observe, self.original(self.places), text, total)
 
     def original(self, places: torch.Tensor) -> torch.Tensor:
         """Return the positions in the unpruned call of places of the bucket's samples, (G, n)."""
@@ -95,19 +99,33 @@ class Site:
         places = self.text_places if text and self.text_places is not None else self.places
         if need is Need.NORMED_HIDDEN:
             return self.norm(self._rows(places))
+        if need is Need.NEXT_ROW and self.ahead is not None:
+            seen, valid = self.ahead()
+            return self._of_places(seen.rows(torch.zeros_like(self.samples[:1]).expand(len(seen.query)), valid), places)
         if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW):
             raise UndeclaredObservationError(f"{observation} cannot be observed at stage {self.step.stage}")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)][-1]
-        keys = places + seen.key.shape[2] - self.hidden.shape[1]
         if need is Need.LAYER_KEYS:
+            keys = places + seen.key.shape[2] - self.hidden.shape[1]
             return seen.key[self.samples.unsqueeze(1), :, keys].flatten(2)
-        rows = seen.rows(self._last_places(seen), self.call.valid_keys)[self.samples]
+        valid = self.call.valid_keys
+        return self._of_places(seen.rows(last_places(valid, seen.query), valid), places)
+
+    def _of_places(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return rows (B, heads, K) of the bucket's samples at the keys of places (G, n) of this call."""
+        rows = rows[self.samples]
+        keys = places + rows.shape[2] - self.hidden.shape[1]
         return rows.gather(2, keys.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
-    def _last_places(self, seen: Seen) -> torch.Tensor:
-        """Return the place of each sample's last token among the queries, int64 of shape (B,)."""
-        batch, _, queries, _ = seen.query.shape
-        if self.call.valid_keys is None:
-            return torch.full((batch,), queries - 1, device=seen.query.device)
-        order = torch.arange(queries, device=seen.query.device)
-        return (order * self.call.valid_keys[:, -queries:]).argmax(1)
+
+def last_places(valid: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Return the place of each sample's last token, int64 of shape (B,).
+
+    Args:
+        valid: which keys are no padding, bool of shape (B, K), the last of which belong to `x`; None for all.
+        x: a tensor (B, ..., P, D) with an entry for each place.
+    """
+    length = x.shape[-2]
+    if valid is None:
+        return torch.full((x.shape[0],), length - 1, device=x.device)
+    return (torch.arange(length, device=x.device) * valid[:, -length:]).argmax(1)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tokred import DART, DivPrune, FastV, HiPrune
+from tokred import DART, DivPrune, FastV, HiPrune, PyramidDrop
 from tokred.adapters import grid_cells
 from tokred.kernels import gather, topk_indices
-from tokred.vision.fastv import attention_score
+from tokred.observe import Seen
+from tokred.vision._common import attention_score
 from tokred.vision.visionzip import zip_tokens
 
 ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
@@ -23,8 +24,7 @@ ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
 LATER = {
     "vision": (
         3,
-        "adaptinfer corematching ficoco_l ficoco_v flowcut globalcom2 hired pyramiddrop sparsevlm tome "
-        "tome_vit_e2e zerotprune_wpr",
+        "adaptinfer corematching ficoco_l ficoco_v flowcut globalcom2 hired sparsevlm tome tome_vit_e2e zerotprune_wpr",
     ),
     "video": (4, "dtd dycoke evs fastvid framefusion holitom llava_scissor prunevid vidcom2"),
     "diffusion": (
@@ -95,6 +95,37 @@ def _hiprune(given, params):
     }
 
 
+def _pyramiddrop(given, params):
+    """Samples without padding, one by one, put together as the reference pads them."""
+    method = PyramidDrop(reference_exact=True)
+    hidden, results = given["h"], {}
+    rows = []
+    for sample, (start, text, current, total) in enumerate(
+        zip(params["image_start"], params["prompt_len_without_image"], params["current"], params["image_tokens"])
+    ):
+        length = text + current
+        kept = torch.arange(length)
+        if current:
+            alone = hidden[sample : sample + 1, :length]
+            query, key = (
+                (alone @ given[name].T).unflatten(2, (params["heads"], -1)).transpose(1, 2) for name in ("wq", "wk")
+            )
+            seen = Seen(query, key, key, query.shape[-1] ** -0.5)
+            row = seen.rows(torch.tensor([length - 1]))[..., start : start + current]
+            count = method.step_count((params["stage"] + 1) / 3, total, current)
+            assert count == params["keep"][sample]
+            media = method.survivors(row, count)[0] + start
+            kept = torch.cat([torch.arange(start), media, torch.arange(start + current, length)])
+        results[f"keep_{sample}"] = kept
+        rows.append(hidden[sample, kept])
+    lengths = torch.tensor([len(row) for row in rows])
+    places = torch.arange(int(lengths.max())).expand(len(rows), -1)
+    results["h"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    results["attention_mask"] = (places < lengths[:, None]).to(given["attention_mask"].dtype)
+    results["position_ids"] = places * results["attention_mask"]
+    return results
+
+
 def _visionzip(given, params):
     cls_row, hidden, keys = given["attn_cls"], given["hidden"], given["metric"]
     zipped = zip_tokens(cls_row[..., 1:], hidden[:, 1:], keys[:, 1:], params["dominant"], params["contextual"])
@@ -104,7 +135,14 @@ def _visionzip(given, params):
 
 
 SYSTEMS = {
-    "vision": {"dart": _dart, "divprune": _divprune, "fastv": _fastv, "hiprune": _hiprune, "visionzip": _visionzip},
+    "vision": {
+        "dart": _dart,
+        "divprune": _divprune,
+        "fastv": _fastv,
+        "hiprune": _hiprune,
+        "pyramiddrop": _pyramiddrop,
+        "visionzip": _visionzip,
+    },
 }
 
 

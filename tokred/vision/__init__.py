@@ -2,10 +2,12 @@
 
 from .dart import DART
 from .divprune import DivPrune
+from .fastervlm import FasterVLM
 from .fastv import FastV
 from .hiprune import HiPrune
+from .pyramiddrop import PyramidDrop
 from .random import Random
 from .uniform import Uniform
 from .visionzip import VisionZip
 
-__all__ = ["DART", "DivPrune", "FastV", "HiPrune", "Random", "Uniform", "VisionZip"]
+__all__ = ["DART", "DivPrune", "FastV", "FasterVLM", "HiPrune", "PyramidDrop", "Random", "Uniform", "VisionZip"]

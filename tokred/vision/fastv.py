@@ -3,23 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..errors import ParameterError
 from ..kernels import topk_indices
 from ..method import BudgetMethod, Context, ModelShape, Need, Selection, Stage, Step, check_layer
-
-
-def attention_score(rows: torch.Tensor) -> torch.Tensor:
-    """Return the head mean of attention rows.
-
-    Args:
-        rows: attention probabilities of one query per group, (G, heads, N).
-
-    Returns:
-        (G, N), in the dtype of the rows.
-    """
-    return rows.mean(dim=1)
+from ._common import attention_score
 
 
 @dataclass(frozen=True, kw_only=True)

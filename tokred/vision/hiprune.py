@@ -27,6 +27,7 @@ class HiPrune(BudgetMethod):
 
     name: ClassVar[str] = "hiprune"
     source: ClassVar[str] = "HiPrune (arXiv 2508.00553), specs/vision.md section 6"
+    scopes: ClassVar[tuple[str, ...]] = ("item",)
     alpha: float = 0.1
     layer: int | None = None
     reference_exact: bool = False
@@ -37,8 +38,6 @@ class HiPrune(BudgetMethod):
             raise ParameterError(f"alpha={self.alpha!r} is not a share in [0, 1]")
         if self.layer is not None and (not isinstance(self.layer, int) or self.layer < 0):
             raise ParameterError(f"layer={self.layer!r} is neither None nor a layer of the tower")
-        if self.scope != "item":
-            raise ParameterError(f"scope={self.scope!r}: hiprune sees one image at a time, only 'item' is allowed")
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         layer = self.layer

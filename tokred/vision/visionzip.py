@@ -81,14 +81,13 @@ class VisionZip(BudgetMethod):
 
     name: ClassVar[str] = "visionzip"
     source: ClassVar[str] = "VisionZip (arXiv 2412.04467), specs/vision.md section 5"
+    scopes: ClassVar[tuple[str, ...]] = ("item",)
     contextual_share: float = 10 / 64
 
     def _validate(self) -> None:
         super()._validate()
         if not 0 <= self.contextual_share < 1:
             raise ParameterError(f"contextual_share={self.contextual_share!r} is not a share in [0, 1)")
-        if self.scope != "item":
-            raise ParameterError(f"scope={self.scope!r}: visionzip sees one image at a time, only 'item' is allowed")
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         needs = frozenset({Need.CLS_ROW, Need.TOWER_KEYS, Need.CLS_HIDDEN})
