@@ -98,7 +98,7 @@ def test_a2_video_then_image():
     with Recorder(model.model.language_model) as calls:
         _generate(model, batch, steps=1)
     stock = calls[0][1]["position_ids"]
-    for probe in PROBES.values():
+    for probe in (PROBES["features"], PROBES["embeds"], PROBES["layer2"]):
         with tokred.apply(model, probe) as handle:
             with Recorder(model.model.language_model) as calls:
                 output = _generate(model, batch, steps=2)
