@@ -16,7 +16,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600
+	$(BIN)/python -m pytest -q -n 2 -m "slow or not slow" --timeout 600
 
 test-floor: $(FLOOR)/ready
 	$(FLOOR)/bin/python -m pytest -q -n 2 tests/test_acceptance.py tests/test_handle.py tests/test_errors.py \

@@ -86,14 +86,31 @@ def test_removing_equals_masking(family, method, attention):
 @every_family
 @every_probe
 def test_decode_equals_masking(family, probe):
-    model = tiny.BUILDERS[family]()
+    _check_decode(tiny.BUILDERS[family](), family, probe)
+
+
+@pytest.mark.slow
+@every_pair
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("scope", ["item", "total"])
+def test_decode_equals_masking_with_every_method(family, method, attention, scope):
+    if scope not in tokred.methods()[method].scopes:
+        pytest.skip(f"{method} knows no scope {scope}")
+    method = tokred.methods()[method](keep=0.4, scope=scope)
+    _check_decode(tiny.BUILDERS[family](attention), family, method)
+
+
+def _check_decode(model, family, method):
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
     valid = batch["attention_mask"].bool()
-    with tokred.apply(model, probe):
+    length = valid.shape[1]
+    embeds = tiny.base_inputs(model, batch)["inputs_embeds"]
+    with tokred.apply(model, method):
+        embeds = merged_embeds(model, batch, embeds)
         output = _generate(model, batch, steps=4)
         scores = _scores(output)
-        kept = surviving_by_layer(tiny.cache_of(output), valid.shape[1])
-    new = output.sequences[:, valid.shape[1] : -1]
+        kept = surviving_by_layer(tiny.cache_of(output), length)
+    new = output.sequences[:, length:-1]
     ones = torch.ones_like(new)
     extended = batch | {
         "input_ids": torch.cat([batch["input_ids"], new], 1),
@@ -102,12 +119,14 @@ def test_decode_equals_masking(family, probe):
     if "mm_token_type_ids" in batch:
         extended["mm_token_type_ids"] = torch.cat([batch["mm_token_type_ids"], torch.zeros_like(ones)], 1)
     inputs = tiny.base_inputs(model, extended)
+    if not (kept[0] | ~valid).all():
+        inputs["inputs_embeds"] = torch.cat([embeds, inputs["inputs_embeds"][:, length:]], 1)
     if not family.startswith("qwen"):
         # Without position ids the stock forward counts padding; `generate` counts from the first token.
         inputs["position_ids"] = (extended["attention_mask"].cumsum(1) - 1).clamp(min=0)
     kept = [torch.cat([layer, ones.bool()], 1) for layer in kept]
     expected = masked_logits(model, inputs, kept, torch.cat([valid, ones.bool()], 1))
-    torch.testing.assert_close(scores, expected[:, valid.shape[1] - 1 :], **TOLERANCE)
+    torch.testing.assert_close(scores, expected[:, length - 1 :], **TOLERANCE)
 
 
 @every_pair

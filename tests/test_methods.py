@@ -47,6 +47,7 @@ def _context(step, groups, length, text, total):
         Need.CLS_HIDDEN: _noise(groups, 1, 8),
         Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
         Need.NEXT_ROW: _noise(groups, 2, length).softmax(-1),
+        Need.TEXT_ROWS: _noise(groups, 2, text, length + text).softmax(-1),
         Need.LAYER_KEYS: _noise(groups, length + text, 8),
         Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
         Need.COLUMN_SUM: _noise(groups, length).softmax(-1),
@@ -57,6 +58,8 @@ def _context(step, groups, length, text, total):
         whole = made[observation.need]
         if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
             return whole[:, length:] if of_text else whole[:, :length]
+        if observation.need is Need.TEXT_ROWS:
+            return whole[..., length:] if of_text else whole[..., :length]
         return whole
 
     places = torch.arange(length + text).expand(groups, -1)

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 import tokred
+from tokred import Need
 
 
 def _recorded(monkeypatch, model, batch):
@@ -66,23 +67,46 @@ def test_column_sums_of_a_tower_that_merges(family, monkeypatch):
     assert [observed[2][0, 5].tolist() for observed in seen] == [[0, 0, 1, 1], [0, 0, 0, 5]]
 
 
+def _seen_by(monkeypatch, method, model, batch):
+    """Return what a method with one step before layer 2 observes, and score its tokens in their order."""
+    seen = []
+
+    def score(self, context):
+        seen.append({need: context.observe(need) for need in self.needs if need is not Need.TEXT})
+        if Need.TEXT in self.needs:
+            seen[-1][Need.TEXT] = context.observe_text(Need.TEXT_ROWS)
+        return -context.positions.float()
+
+    monkeypatch.setattr(method, "score", score)
+    with tokred.apply(model, method(layers=(2,), keep=0.5)):
+        model(**batch)
+    [observed] = seen
+    return observed
+
+
+def _rows(padded):
+    return [tiny.ONE_IMAGE, tiny.Row((11, 12, *tiny.ONE_IMAGE.ids), tiny.ONE_IMAGE.sizes)][: 1 + padded]
+
+
 @pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
 @pytest.mark.parametrize("padded", [False, True])
 def test_next_row_is_what_the_layer_computes(family, padded, monkeypatch):
-    """With one step before layer 2: the oracle is layer 2 of the eager stock model."""
-    seen = []
-
-    def survivors(rows, count):
-        seen.append(rows)
-        return torch.arange(count).expand(len(rows), -1)
-
-    monkeypatch.setattr(tokred.PyramidDrop, "survivors", staticmethod(survivors))
-    model, eager = tiny.BUILDERS[family]("sdpa"), tiny.BUILDERS[family]("eager")
-    rows = [tiny.ONE_IMAGE, tiny.Row((11, 12, *tiny.ONE_IMAGE.ids), tiny.ONE_IMAGE.sizes)][: 1 + padded]
-    batch = tiny.inputs(family, rows)
-    with tokred.apply(model, tokred.PyramidDrop(layers=(2,), keep=0.5)):
-        model(**batch)
-    weights = eager(**batch, output_attentions=True).attentions[2]
-    [observed] = seen
+    """The oracle is layer 2 of the eager stock model."""
+    batch = tiny.inputs(family, _rows(padded))
+    observed = _seen_by(monkeypatch, tokred.PyramidDrop, tiny.BUILDERS[family]("sdpa"), batch)[Need.NEXT_ROW]
+    weights = tiny.BUILDERS[family]("eager")(**batch, output_attentions=True).attentions[2]
     for row, ids in enumerate(batch["input_ids"]):
         torch.testing.assert_close(observed[row], weights[row, :, -1, ids == tiny.IMAGE], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_text_rows_are_what_the_layer_computes(family, padded, monkeypatch):
+    """The oracle is layer 1 of the eager stock model; four text tokens follow the image."""
+    batch = tiny.inputs(family, _rows(padded))
+    observed = _seen_by(monkeypatch, tokred.AdaptInfer, tiny.BUILDERS[family]("sdpa"), batch)
+    weights = tiny.BUILDERS[family]("eager")(**batch, output_attentions=True).attentions[1][:, :, -4:]
+    torch.testing.assert_close(observed[Need.TEXT], weights[..., -4:], atol=1e-5, rtol=0)
+    for row, ids in enumerate(batch["input_ids"]):
+        expected = weights[row][..., ids == tiny.IMAGE]
+        torch.testing.assert_close(observed[Need.TEXT_ROWS][row], expected, atol=1e-5, rtol=0)

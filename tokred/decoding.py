@@ -62,7 +62,7 @@ class DecoderHooks:
         attachments.before(self._decoder.rotary_emb, self._enter_rotary)
         for layer in self._layers:
             attachments.before(layer, self._enter_layer)
-        tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.LAYER_KEYS)]
+        tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS)]
         for before in sorted({step.layer - 1 for step in tapped if step.layer is not None}):
             attachments.add(tap(self._attention(before)))
 

@@ -40,6 +40,9 @@ class Need(enum.StrEnum):
     """Attention of the last prompt token in the decoder layer before the site, (G, heads, N)."""
     NEXT_ROW = "next_row"
     """Attention that the last prompt token would pay in the decoder layer at the site, (G, heads, N)."""
+    TEXT_ROWS = "text_rows"
+    """Attention of the text tokens after the item in the decoder layer before the site, (G, heads, T, N); for the text,
+    (G, heads, T, T). Goes with `TEXT`."""
     LAYER_KEYS = "layer_keys"
     """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
     NORMED_HIDDEN = "normed_hidden"

@@ -43,11 +43,25 @@ class Seen:
         Returns:
             (B, heads, K), computed in float32 and returned in the dtype of the query.
         """
-        batch, kv_heads, keys, width = self.key.shape
-        query = self.query[torch.arange(batch, device=index.device), :, index].view(batch, kv_heads, -1, width)
-        logits = (query @ self.key.transpose(-1, -2)).view(batch, -1, keys) * self.scaling
-        if valid is not None:
-            logits = logits.masked_fill(~valid.unsqueeze(1), -torch.inf)
+        samples = torch.arange(len(self.query), device=index.device)
+        alone = Seen(self.query[samples, :, index].unsqueeze(2), self.key, self.value, self.scaling)
+        return alone.all_rows(None if valid is None else valid.unsqueeze(1)).squeeze(2)
+
+    def all_rows(self, visible: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention probabilities of all queries, which should be few.
+
+        Args:
+            visible: keys that each query may see, bool of shape (B, Q, K); None for all.
+
+        Returns:
+            (B, heads, Q, K), computed in float32 and returned in the dtype of the query.
+        """
+        batch, heads, queries, width = self.query.shape
+        # The heads that share keys stand below each other.
+        query = self.query.reshape(batch, self.key.shape[1], -1, width)
+        logits = (query @ self.key.transpose(-1, -2)).view(batch, heads, queries, -1) * self.scaling
+        if visible is not None:
+            logits = logits.masked_fill(~visible.unsqueeze(1), -torch.inf)
         return logits.softmax(dim=-1, dtype=torch.float32).to(self.query.dtype)
 
     def column_sums(self) -> torch.Tensor:

@@ -101,15 +101,31 @@ class Site:
             return self.norm(self._rows(places))
         if need is Need.NEXT_ROW and self.ahead is not None:
             seen, valid = self.ahead()
-            return self._of_places(seen.rows(torch.zeros_like(self.samples[:1]).expand(len(seen.query)), valid), places)
-        if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW):
+            rows = seen.all_rows(None if valid is None else valid.unsqueeze(1)).squeeze(2)
+            return self._of_places(rows, places)
+        if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW, Need.TEXT_ROWS):
             raise UndeclaredObservationError(f"{observation} cannot be observed at stage {self.step.stage}")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)][-1]
         if need is Need.LAYER_KEYS:
             keys = places + seen.key.shape[2] - self.hidden.shape[1]
             return seen.key[self.samples.unsqueeze(1), :, keys].flatten(2)
         valid = self.call.valid_keys
+        if need is Need.TEXT_ROWS:
+            return self._text_rows(seen, valid, places)
         return self._of_places(seen.rows(last_places(valid, seen.query), valid), places)
+
+    def _text_rows(self, seen: Seen, valid: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the bucket's text tokens (G, T) to places (G, n), (G, heads, T, n)."""
+        if self.text_places is None:
+            raise UndeclaredObservationError(f"the step did not declare {Need.TEXT}, which {Need.TEXT_ROWS} goes with")
+        before, text = seen.key.shape[2] - self.hidden.shape[1], self.text_places
+        visible = torch.arange(seen.key.shape[2], device=text.device) <= (text + before).unsqueeze(-1)
+        if valid is not None:
+            visible &= valid[self.samples].unsqueeze(1)
+        samples = self.samples.unsqueeze(1)
+        part = Seen(seen.query[samples, :, text].transpose(1, 2), seen.key[self.samples], seen.value, seen.scaling)
+        rows = part.all_rows(visible)
+        return rows.gather(3, (places + before)[:, None, None].expand(-1, *rows.shape[1:3], -1))
 
     def _of_places(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return rows (B, heads, K) of the bucket's samples at the keys of places (G, n) of this call."""

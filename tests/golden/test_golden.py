@@ -15,7 +15,8 @@ from tokred import DART, DivPrune, FastV, HiPrune, PyramidDrop
 from tokred.adapters import grid_cells
 from tokred.kernels import gather, topk_indices
 from tokred.observe import Seen
-from tokred.vision._common import attention_score
+from tokred.vision._common import attention_score, survivors
+from tokred.vision.adaptinfer import weighted_attention
 from tokred.vision.visionzip import zip_tokens
 
 ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
@@ -24,7 +25,7 @@ ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
 LATER = {
     "vision": (
         3,
-        "adaptinfer corematching ficoco_l ficoco_v flowcut globalcom2 hired sparsevlm tome tome_vit_e2e zerotprune_wpr",
+        "corematching ficoco_l ficoco_v flowcut globalcom2 hired sparsevlm tome tome_vit_e2e zerotprune_wpr",
     ),
     "video": (4, "dtd dycoke evs fastvid framefusion holitom llava_scissor prunevid vidcom2"),
     "diffusion": (
@@ -114,7 +115,7 @@ def _pyramiddrop(given, params):
             row = seen.rows(torch.tensor([length - 1]))[..., start : start + current]
             count = method.step_count((params["stage"] + 1) / 3, total, current)
             assert count == params["keep"][sample]
-            media = method.survivors(row, count)[0] + start
+            media = survivors(attention_score(row), count)[0] + start
             kept = torch.cat([torch.arange(start), media, torch.arange(start + current, length)])
         results[f"keep_{sample}"] = kept
         rows.append(hidden[sample, kept])
@@ -124,6 +125,23 @@ def _pyramiddrop(given, params):
     results["attention_mask"] = (places < lengths[:, None]).to(given["attention_mask"].dtype)
     results["position_ids"] = places * results["attention_mask"]
     return results
+
+
+# Budgets of the release for LLaVA: what is left after layers 1, 10 and 20.
+_ADAPTINFER = {64: {1: 133, 10: 27, 20: 3}, 32: {1: 40, 10: 12, 20: 0}}
+
+
+def _adaptinfer(given, params):
+    media = slice(params["start"], params["start"] + params["V"])
+    rows = given["attn_text"]
+    score = weighted_attention(rows[..., media.stop :], rows[..., media])
+    if params["keep_ratio"] is None:
+        count = min(_ADAPTINFER[params["retained"]][params["layer"]], params["V"] - 1)
+    else:
+        count = max(1, min(int(params["keep_ratio"] * params["V"]), params["V"]))
+    mask = torch.zeros_like(score, dtype=torch.bool).scatter_(1, survivors(score, count), True)
+    # The port for Qwen returns the mask alone.
+    return {"mask": mask} if params["keep_ratio"] else {"mask": mask, "score": score}
 
 
 def _visionzip(given, params):
@@ -136,6 +154,7 @@ def _visionzip(given, params):
 
 SYSTEMS = {
     "vision": {
+        "adaptinfer": _adaptinfer,
         "dart": _dart,
         "divprune": _divprune,
         "fastv": _fastv,

@@ -1,5 +1,6 @@
 """Methods for image tokens, one file each."""
 
+from .adaptinfer import AdaptInfer
 from .dart import DART
 from .divprune import DivPrune
 from .fastervlm import FasterVLM
@@ -10,4 +11,15 @@ from .random import Random
 from .uniform import Uniform
 from .visionzip import VisionZip
 
-__all__ = ["DART", "DivPrune", "FastV", "FasterVLM", "HiPrune", "PyramidDrop", "Random", "Uniform", "VisionZip"]
+__all__ = [
+    "DART",
+    "AdaptInfer",
+    "DivPrune",
+    "FastV",
+    "FasterVLM",
+    "HiPrune",
+    "PyramidDrop",
+    "Random",
+    "Uniform",
+    "VisionZip",
+]

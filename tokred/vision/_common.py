@@ -1,6 +1,17 @@
-"""Maths that several methods share."""
+"""What several methods share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
+
+from ..errors import ParameterError
+from ..kernels import topk_indices
+from ..method import BudgetMethod, Context, ModelShape, Need, Selection, Stage, Step, check_layer
 
 
 def attention_score(rows: torch.Tensor) -> torch.Tensor:
@@ -13,3 +24,79 @@ def attention_score(rows: torch.Tensor) -> torch.Tensor:
         (G, N), in the dtype of the rows.
     """
     return rows.mean(dim=1)
+
+
+def survivors(score: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the tokens with the largest scores in ascending order.
+
+    Args:
+        score: (G, N); the lowest index wins ties.
+        count: how many survive, 0 to N.
+
+    Returns:
+        int64 of shape (G, count).
+    """
+    return topk_indices(score, count).sort(dim=-1).values
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedMethod(BudgetMethod):
+    """A method that drops visual tokens before several decoder layers, by a score that it computes there.
+
+    Step s leaves `keep ** exponents[s]` of the visual tokens of the prompt, rounded down; the last leaves the budget.
+
+    Args:
+        keep: share of the visual tokens that survive the last step, in (0, 1].
+        layers: the decoder layers whose input is shortened, ascending, at least 1. None is the released choice, at the
+            same shares of the decoder's depth.
+        reference_exact: as released, round the last step down too, so that no token may be left.
+    """
+
+    depths: ClassVar[tuple[float, ...]]
+    """The released layers as shares of the decoder's depth."""
+    needs: ClassVar[frozenset[Need]]
+    """What the score observes."""
+    layers: tuple[int, ...] | None = None
+    reference_exact: bool = False
+
+    def _validate(self) -> None:
+        super()._validate()
+        if isinstance(self.layers, list):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if self.layers is None:
+            return
+        whole = isinstance(self.layers, tuple) and all(isinstance(layer, int) for layer in self.layers)
+        if not whole or not self.layers or min(self.layers) < 1 or list(self.layers) != sorted(set(self.layers)):
+            raise ParameterError(f"layers={self.layers!r} is not an ascending list of positive integers")
+
+    def score(self, context: Context) -> torch.Tensor:
+        """Return how much each visual token matters, (G, N)."""
+        raise NotImplementedError
+
+    def exponents(self, steps: int) -> tuple[float, ...]:
+        """Return the power of `keep` that is left after each of so many steps: ascending, the last one 1."""
+        return tuple((step + 1) / steps for step in range(steps))
+
+    def plan(self, shape: ModelShape) -> tuple[Step, ...]:
+        layers = self.layers
+        if layers is None:
+            layers = tuple(sorted({max(1, round(shape.num_layers * depth)) for depth in self.depths}))
+        steps = []
+        for layer, exponent in zip(layers, self.exponents(len(layers)), strict=True):
+            check_layer(layer, shape, self.name)
+            select, count = partial(self._select, exponent), partial(self.step_count, exponent)
+            steps.append(Step(Stage.DECODER_LAYER, select, self.needs, layer, count))
+        return tuple(steps)
+
+    def step_count(self, exponent: float, total: int, length: int) -> int:
+        """Return how many of `length` tokens, of `total` in the prompt, survive the step with this exponent."""
+        left = self.keep if self.num_tokens is None else min(1.0, self.num_tokens / total)
+        # What is a whole number must not be rounded down by the error of the power.
+        rounded = math.floor(total * left**exponent + 1e-9)
+        if not self.reference_exact:
+            rounded = self.count(total) if exponent == 1 else max(rounded, self.count(total))
+        return min(length, rounded)
+
+    def _select(self, exponent: float, context: Context) -> Selection:
+        score = self.score(context)
+        return Selection(survivors(score, self.step_count(exponent, context.total, score.shape[1])))

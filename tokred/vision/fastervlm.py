@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..kernels import topk_indices
 from ..method import BudgetMethod, Context, ModelShape, Need, Selection, Stage, Step
-from ._common import attention_score
+from ._common import attention_score, survivors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,4 +20,4 @@ class FasterVLM(BudgetMethod):
 
     def _select(self, context: Context) -> Selection:
         score = attention_score(context.observe(Need.CLS_ROW)[..., 1:])
-        return Selection(topk_indices(score, self.count(score.shape[-1])).sort(dim=-1).values)
+        return Selection(survivors(score, self.count(score.shape[-1])))

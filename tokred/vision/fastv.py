@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import ParameterError
-from ..kernels import topk_indices
 from ..method import BudgetMethod, Context, ModelShape, Need, Selection, Stage, Step, check_layer
-from ._common import attention_score
+from ._common import attention_score, survivors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,4 +31,4 @@ class FastV(BudgetMethod):
 
     def _select(self, context: Context) -> Selection:
         score = attention_score(context.observe(Need.LAST_ROW))
-        return Selection(topk_indices(score, self.count(score.shape[-1])).sort(dim=-1).values)
+        return Selection(survivors(score, self.count(score.shape[-1])))
