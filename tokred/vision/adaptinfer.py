@@ -37,7 +37,7 @@ class AdaptInfer(StagedMethod):
     """
 
     name: ClassVar[str] = "adaptinfer"
-    source: ClassVar[str] = "AdaptInfer (arXiv 2508.06084), specs/vision.md section 18"
+    source: ClassVar[str] = "AdaptInfer (weiczh02/AdaptInfer-base), specs/vision.md section 18"
     depths: ClassVar[tuple[float, ...]] = (2 / 32, 11 / 32, 21 / 32)
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TEXT_ROWS, Need.TEXT})
 
