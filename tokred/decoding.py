@@ -167,8 +167,21 @@ class DecoderHooks:
                 call.report.add(stage, name, None, before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
+        if self._sees_everything(call, held):
+            call.active = False
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
         return args, kwargs | moved | {"attention_mask": None}
+
+    def _sees_everything(self, call: Call, held: list[Any]) -> bool:
+        """Return whether a call brings one token that may look at every key there is, so that no layer needs a mask."""
+        return (
+            call.length == 1
+            and call.valid is None
+            and call.mask is None
+            and not call.renumbers
+            and self._decoder.config._attn_implementation == "sdpa"
+            and not any(getattr(layer, "filled", False) for layer in held)
+        )
 
     def _placeholders(self, call: Call) -> dict[str, torch.Tensor]:
         """Return which tokens of the call stand for media, by modality, without the modalities that do not occur."""
