@@ -178,6 +178,11 @@ def check_cache(cache: Cache) -> None:
         raise UnsupportedCacheError("an offloaded cache cannot be shortened; pass a DynamicCache without offloading")
 
 
+def layer_of(cache: Cache | None, index: int) -> Any:
+    """Return layer `index` of a cache, None if there is no cache or it has not come so far."""
+    return None if cache is None or len(cache.layers) <= index else cache.layers[index]
+
+
 def reduced_layer(cache: Cache, index: int, batch: int, device: torch.device) -> ReducedMixin:
     """Return layer `index` of the cache, turned into a reduced layer that holds what the stock layer held.
 

@@ -1,10 +1,8 @@
-"""What happens in a call of the base model: hooks that shorten the sequence and keep everything in step."""
+"""What happens in the decoder: hooks that shorten the sequence and keep everything in step."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,13 +11,13 @@ from torch import nn
 
 from . import cache as caches
 from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
-from .call import Call, current_call, labels_of_call
+from .call import Call, current_call
 from .errors import UnsupportedFamilyError, UnsupportedInputError
-from .hooks import Attachments
-from .layout import MediaItem, Span, place_items
+from .hooks import Attachments, arguments_of
+from .layout import Span, place_items
 from .masks import layer_mask, read_mask
 from .method import Method, Need, Stage, Step
-from .observe import Seen, capturing, tap
+from .observe import Seen, capturing, seen_ahead, tap
 from .plan import Plan, policy_of
 from .positions import renumber
 from .reduction import Reduction
@@ -28,19 +26,16 @@ from .sites import Site, buckets_of, groups_of, last_places
 
 
 class DecoderHooks:
-    """The hooks on the base model, its decoder and the decoder's layers.
+    """The hooks on the decoder and its layers.
 
     Args:
-        model: the model given to `tokred.apply`.
-        base: the base model in it.
+        base: the base model.
         adapter: its family.
         plan: the steps.
         statistics: what is told about every call.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, adapter: ModelAdapter, plan: Plan, statistics: Statistics):
-        self._model = model
-        self._base = base
+    def __init__(self, base: nn.Module, adapter: ModelAdapter, plan: Plan, statistics: Statistics):
         self._config: Any = base.config
         self._adapter = adapter
         self._plan = plan
@@ -53,10 +48,6 @@ class DecoderHooks:
 
     def attach(self, attachments: Attachments) -> None:
         """Add the hooks."""
-        attachments.before(self._base, self._enter_base)
-        attachments.after(self._base, self._leave_base, always=True)
-        if self._model is not self._base:
-            attachments.before(self._model, self._enter_model)
         attachments.before(self._decoder, self._enter_decoder)
         attachments.after(self._decoder, self._leave_decoder)
         attachments.before(self._decoder.rotary_emb, self._enter_rotary)
@@ -68,50 +59,6 @@ class DecoderHooks:
 
     def _attention(self, layer: int) -> nn.Module:
         return self._layers[layer].get_submodule(self._adapter.attention)
-
-    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        arguments = _arguments(module, args, kwargs)
-        if arguments.get("labels") is None:
-            return None
-        # The copy is masked once it is known which tokens are gone.
-        labels = arguments["labels"].clone()
-        labels_of_call.set(labels)
-        return (), arguments | {"labels": labels}
-
-    def _enter_base(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # PyTorch runs no hook when Ctrl-C ends a call, which may have left one behind.
-        self.end_call()
-        arguments = _arguments(module, args, kwargs)
-        labels = labels_of_call.get()
-        labels_of_call.set(None)
-        call = Call(self, current_call.get(), arguments.get("input_ids"), arguments.get("mm_token_type_ids"), labels)
-        for modality, output in (arguments.get("mm_encoder_outputs") or {}).items():
-            if output is not None:
-                lengths = [len(feature) for feature in output.pooler_output]
-                items = getattr(output, "tokred_items", ())
-                # Beam search repeats the features and leaves the items; their grids then are not known.
-                if [item.length for item in items] != lengths:
-                    items = [MediaItem(modality, length) for length in lengths]
-                call.items[modality] = list(items)
-        pixels = any(arguments.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
-        if call.ids is None and call.type_ids is None and (pixels or call.items):
-            raise UnsupportedInputError(
-                "media with inputs_embeds need mm_token_type_ids too: without them the media tokens cannot be told "
-                "from text"
-            )
-        current_call.set(call)
-        caches.handle_is_active.set(True)
-
-    def _leave_base(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.end_call()
-
-    def end_call(self) -> None:
-        """Forget the running call of this session, if there is one."""
-        call = current_call.get()
-        if call is not None and call.owner is self:
-            current_call.set(call.outer)
-            caches.handle_is_active.set(call.outer is not None)
-            capturing.set(None)
 
     def _enter_decoder(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = current_call.get()
@@ -356,7 +303,7 @@ class DecoderHooks:
                 call.capture.attention.clear()
         if call.position_ids is not None:
             kwargs["position_embeddings"] = self._position_embeddings(call, index, hidden)
-        kwargs["attention_mask"] = layer_mask(call, self._decoder.config, index, hidden)
+        kwargs["attention_mask"], call.valid_keys = layer_mask(call, self._decoder.config, index, hidden)
         if "flash" in (self._decoder.config._attn_implementation or ""):
             # Flash kernels read gaps in the positions as borders between packed sequences.
             kwargs["position_ids"] = None
@@ -375,34 +322,20 @@ class DecoderHooks:
         """Return what a layer's attention kernel would receive for each sample's last token, and the valid keys."""
         if call.position_ids is not None:
             rotary = self._position_embeddings(call, index, hidden)
-        before = call.valid_keys
-        layer_mask(call, self._decoder.config, index, hidden)
-        valid, call.valid_keys = call.valid_keys, before
-        layer: Any = self._layers[index]
-        attention: Any = self._attention(index)
-        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        normed = layer.input_layernorm(hidden)
-        samples = torch.arange(len(hidden), device=hidden.device)
+        _, valid = layer_mask(call, self._decoder.config, index, hidden)
+        layer = caches.layer_of(call.cache, index)
+        cached = None if layer is None or layer.get_seq_length() == 0 else layer.keys
         last = last_places(valid, hidden)
-        cos, sin = (part.expand(len(hidden), -1, -1) for part in rotary)
-        heads = (len(hidden), -1, 1, attention.head_dim)
-        query = attention.q_proj(normed[samples, last]).view(heads)
-        key = attention.k_proj(normed).view(*normed.shape[:2], -1, attention.head_dim).transpose(1, 2)
-        query, _ = rotate(query, query, cos[samples, last].unsqueeze(1), sin[samples, last].unsqueeze(1))
-        _, key = rotate(key, key, cos, sin)
-        cached = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
-        if cached is not None and cached.get_seq_length() > 0:
-            key = torch.cat([cached.keys, key], dim=2)
-        return Seen(query, key, key, attention.scaling), valid
+        return seen_ahead(self._layers[index], self._attention(index), hidden, rotary, last, cached), valid
 
     def _enter_rotary(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = current_call.get()
         if call is not None and call.renumbers and call.position_ids is None:
-            call.position_ids = _arguments(module, args, kwargs)["position_ids"]
+            call.position_ids = arguments_of(module, args, kwargs)["position_ids"]
 
     def _position_embeddings(self, call: Call, index: int, hidden: torch.Tensor) -> Any:
         """Return the rotary embeddings of the tokens that reach a layer."""
-        layer = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
+        layer = caches.layer_of(call.cache, index)
         reduced = layer if isinstance(layer, caches.ReducedMixin) else None
         key = (reduced.segments if reduced else (), call.segment)
         if key not in call.rotary:
@@ -426,13 +359,6 @@ class DecoderHooks:
             return call.block.expand(output[0]), *output[1:]
         output.last_hidden_state = call.block.expand(output.last_hidden_state)
         return output
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return positional and keyword arguments of a forward by name."""
-    if not args:
-        return kwargs
-    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
 
 
 def _survivors_of_encoding(embeds: torch.Tensor, placeholders: dict[str, torch.Tensor]) -> torch.Tensor | None:

@@ -124,14 +124,14 @@ class EncoderHooks:
         capture: Capture,
         grid: Any,
         cells: Sequence[Cells | None],
-        device: torch.device,
+        features: Sequence[torch.Tensor],
         observation: Observation,
     ) -> Sequence[torch.Tensor]:
         """Return an observation of what a method that encodes media returns, item by item."""
         if observation.need is Need.GRID:
             if None in cells:
                 raise UnsupportedInputError("a method needs the grids of the media, and these came without them")
-            return [cell().to(device) for cell in cells if cell is not None]
+            return [cell().to(features[0].device) for cell in cells if cell is not None]
         if observation.need is not Need.COLUMN_SUM or self._adapter.merged_patches is None:
             raise UndeclaredObservationError(f"{observation} cannot be observed at stage {Stage.FEATURES}")
         seen = capture.attention[self._attention(self._block(observation))]
@@ -140,7 +140,7 @@ class EncoderHooks:
         if self._adapter.tower_order is not None:
             order = self._adapter.tower_order(self._config, grid).to(merged.device)
             merged = torch.empty_like(merged).index_copy_(0, order, merged)
-        return merged.split([len(cell()) for cell in cells if cell is not None])
+        return merged.split([len(feature) for feature in features])
 
     def _leave_projector(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         encoding = current_encoding.get()
@@ -162,9 +162,7 @@ class EncoderHooks:
         if absorbed is not None and lengths == [encoding.length] * len(absorbed):
             merged = list(absorbed)
         for method, step in self._plan.at(Stage.FEATURES):
-            observe = functools.cache(
-                functools.partial(self._observe_items, encoding.capture, grid, cells, features[0].device)
-            )
+            observe = functools.cache(functools.partial(self._observe_items, encoding.capture, grid, cells, features))
             features, merged = self._reduce_features(method, step, observe, features, merged)
         output.pooler_output = features
         # A plain attribute: `generate` hands the same object to the prefill, and no field of the output changes.

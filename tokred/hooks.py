@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -76,3 +77,10 @@ class Attachments:
         """Undo everything, last first."""
         while self._undo:
             self._undo.pop()()
+
+
+def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return positional and keyword arguments of a forward by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs

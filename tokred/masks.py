@@ -61,8 +61,11 @@ def read_mask(call: Call, kwargs: dict[str, Any], embeds: torch.Tensor) -> None:
         call.valid = None if valid.all() else valid
 
 
-def layer_mask(call: Call, config: Any, index: int, hidden: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask of a layer: stock's for the unpruned sequence, at the keys and queries that are there.
+def layer_mask(
+    call: Call, config: Any, index: int, hidden: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the mask of a layer, stock's for the unpruned sequence at the keys and queries that are there, and which
+    of these keys are valid, bool of shape (B, K), None for all.
 
     Args:
         call: the running call.
@@ -70,7 +73,7 @@ def layer_mask(call: Call, config: Any, index: int, hidden: torch.Tensor) -> tor
         index: the layer.
         hidden: what the layer receives, (B, P, D).
     """
-    layer = None if call.cache is None or len(call.cache.layers) <= index else call.cache.layers[index]
+    layer = caches.layer_of(call.cache, index)
     reduced = layer if isinstance(layer, caches.ReducedMixin) else None
     past = reduced.physical_length if reduced else 0 if layer is None else layer.get_seq_length()
     key = (reduced.segments if reduced else (), past, call.segment, hidden.shape[1])
@@ -80,8 +83,7 @@ def layer_mask(call: Call, config: Any, index: int, hidden: torch.Tensor) -> tor
         if filled or call.valid is not None or call.mask is not None:
             columns = _columns(call, reduced, past, hidden)
         call.masks[key] = _build_mask(call, config, columns, past, hidden)
-    mask, call.valid_keys = call.masks[key]
-    return mask
+    return call.masks[key]
 
 
 def _columns(call: Call, reduced: caches.ReducedMixin | None, past: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,11 @@ class Seen:
     Args:
         query: (B, heads, Q, head_dim), after RoPE.
         key: (B, kv_heads, K, head_dim), after RoPE and with the cached keys in front.
-        value: (B, kv_heads, K, head_dim).
         scaling: factor of the logits.
     """
 
     query: torch.Tensor
     key: torch.Tensor
-    value: torch.Tensor
     scaling: float
 
     def rows(self, index: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,7 +42,7 @@ class Seen:
             (B, heads, K), computed in float32 and returned in the dtype of the query.
         """
         samples = torch.arange(len(self.query), device=index.device)
-        alone = Seen(self.query[samples, :, index].unsqueeze(2), self.key, self.value, self.scaling)
+        alone = Seen(self.query[samples, :, index].unsqueeze(2), self.key, self.scaling)
         return alone.all_rows(None if valid is None else valid.unsqueeze(1)).squeeze(2)
 
     def all_rows(self, visible: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,7 +100,7 @@ def _tapped_attention(
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         seen = capture.attention.setdefault(module, [])
-        seen += _segments(Seen(query, key, value, scaling), kwargs.get("cu_seq_lens_q"))
+        seen += _segments(Seen(query, key, scaling), kwargs.get("cu_seq_lens_q"))
     return _stock_attention(module)(module, query, key, value, *args, **kwargs)
 
 
@@ -111,8 +109,35 @@ def _segments(seen: Seen, borders: torch.Tensor | None) -> list[Seen]:
     if borders is None:
         return [seen]
     lengths = borders.diff().tolist()
-    parts = [tensor.split(lengths, dim=2) for tensor in (seen.query, seen.key, seen.value)]
-    return [Seen(query, key, value, seen.scaling) for query, key, value in zip(*parts, strict=True)]
+    parts = zip(seen.query.split(lengths, dim=2), seen.key.split(lengths, dim=2), strict=True)
+    return [Seen(query, key, seen.scaling) for query, key in parts]
+
+
+def seen_ahead(
+    layer: Any, attention: Any, hidden: torch.Tensor, rotary: Any, last: torch.Tensor, cached: torch.Tensor | None
+) -> Seen:
+    """Return what a decoder layer's kernel would receive from its input, for one query per sample.
+
+    Args:
+        layer: the decoder layer.
+        attention: its attention module.
+        hidden: its input, (B, P, D).
+        rotary: cosines and sines of the input's positions, (B or 1, P, head_dim) each.
+        last: the place of each sample's query, int64 of shape (B,).
+        cached: keys in the cache, (B, kv_heads, C, head_dim); None for none.
+
+    Returns:
+        Query (B, heads, 1, head_dim) and keys (B, kv_heads, C + P, head_dim).
+    """
+    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    normed = layer.input_layernorm(hidden)
+    samples = torch.arange(len(hidden), device=hidden.device)
+    cos, sin = (part.expand(len(hidden), -1, -1) for part in rotary)
+    query = attention.q_proj(normed[samples, last]).view(len(hidden), -1, 1, attention.head_dim)
+    key = attention.k_proj(normed).view(*normed.shape[:2], -1, attention.head_dim).transpose(1, 2)
+    query, _ = rotate(query, query, cos[samples, last].unsqueeze(1), sin[samples, last].unsqueeze(1))
+    _, key = rotate(key, key, cos, sin)
+    return Seen(query, key if cached is None else torch.cat([cached, key], dim=2), attention.scaling)
 
 
 def _follow(source: Any, module: nn.Module, args: Any) -> None:

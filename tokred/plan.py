@@ -13,7 +13,7 @@ from .method import Method, ModelShape, Stage, Step
 logger = logging.getLogger("tokred")
 
 
-def policy_of(method: Method | None) -> str:
+def policy_of(method: Method) -> str:
     """Return which position ids the survivors of a method get, one of `positions.POLICIES`."""
     return getattr(method, "positions", "keep")
 

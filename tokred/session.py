@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .adapters.base import ModelAdapter
+from .calling import CallHooks
 from .decoding import DecoderHooks
 from .encoding import EncoderHooks
 from .errors import StageTakenError, UnsupportedAttentionError, UnsupportedFamilyError
@@ -40,7 +41,8 @@ class Session:
         self._check(base.get_submodule(adapter.decoder).config)
         self._attachments = Attachments(self.plan, self.statistics)
         self._encoder = EncoderHooks(base, adapter, self.plan)
-        self._decoder = DecoderHooks(model, base, adapter, self.plan, self.statistics)
+        self._decoder = DecoderHooks(base, adapter, self.plan, self.statistics)
+        self._calls = CallHooks(model, base)
 
     def _check(self, decoder_config: Any) -> None:
         provided = self.adapter.provides(self._config)
@@ -70,10 +72,11 @@ class Session:
 
     def attach(self) -> None:
         """Add all hooks."""
+        self._calls.attach(self._attachments)
         self._decoder.attach(self._attachments)
         self._encoder.attach(self._attachments)
 
     def detach(self) -> None:
         """Remove everything that `attach` added."""
         self._attachments.remove()
-        self._decoder.end_call()
+        self._calls.end_call()

@@ -123,7 +123,7 @@ class Site:
         if valid is not None:
             visible &= valid[self.samples].unsqueeze(1)
         samples = self.samples.unsqueeze(1)
-        part = Seen(seen.query[samples, :, text].transpose(1, 2), seen.key[self.samples], seen.value, seen.scaling)
+        part = Seen(seen.query[samples, :, text].transpose(1, 2), seen.key[self.samples], seen.scaling)
         rows = part.all_rows(visible)
         return rows.gather(3, (places + before)[:, None, None].expand(-1, *rows.shape[1:3], -1))
 

@@ -69,7 +69,7 @@ def _fastv(given, params):
     start, length = params["start"], params["length"]
     score = attention_score(given["attn_last_row"][..., start : start + length])[0]
     method = FastV(num_tokens=params["rank"])
-    media = topk_indices(score, method.count(length)).sort().values + start
+    media = survivors(score[None], method.count(length))[0] + start
     size = given["attn_last_row"].shape[-1]
     return {"score": score, "keep": torch.cat([torch.arange(start), media, torch.arange(start + length, size)])}
 
@@ -111,7 +111,7 @@ def _pyramiddrop(given, params):
             query, key = (
                 (alone @ given[name].T).unflatten(2, (params["heads"], -1)).transpose(1, 2) for name in ("wq", "wk")
             )
-            seen = Seen(query, key, key, query.shape[-1] ** -0.5)
+            seen = Seen(query, key, query.shape[-1] ** -0.5)
             row = seen.rows(torch.tensor([length - 1]))[..., start : start + current]
             count = method.step_count((params["stage"] + 1) / 3, total, current)
             assert count == params["keep"][sample]

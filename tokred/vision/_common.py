@@ -39,6 +39,11 @@ def survivors(score: torch.Tensor, count: int) -> torch.Tensor:
     return topk_indices(score, count).sort(dim=-1).values
 
 
+def _floor(x: float) -> int:
+    """Round down what is no whole number but for the error of a power."""
+    return math.floor(x + 1e-9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedMethod(BudgetMethod):
     """A method that drops visual tokens before several decoder layers, by a score that it computes there.
@@ -88,14 +93,16 @@ class StagedMethod(BudgetMethod):
             steps.append(Step(Stage.DECODER_LAYER, select, self.needs, layer, count))
         return tuple(steps)
 
+    def count(self, length: int) -> int:
+        """Return the number of survivors among `length` tokens: as every budget, but as released rounded down."""
+        if not self.reference_exact or self.num_tokens is not None:
+            return super().count(length)
+        return _floor(length * self.keep)
+
     def step_count(self, exponent: float, total: int, length: int) -> int:
         """Return how many of `length` tokens, of `total` in the prompt, survive the step with this exponent."""
         left = self.keep if self.num_tokens is None else min(1.0, self.num_tokens / total)
-        # What is a whole number must not be rounded down by the error of the power.
-        rounded = math.floor(total * left**exponent + 1e-9)
-        if not self.reference_exact:
-            rounded = self.count(total) if exponent == 1 else max(rounded, self.count(total))
-        return min(length, rounded)
+        return min(length, max(self.count(total), _floor(total * left**exponent)))
 
     def _select(self, exponent: float, context: Context) -> Selection:
         score = self.score(context)
