@@ -264,11 +264,10 @@ class DecoderHooks:
             site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket, ahead)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
-            kept[samples, places] = False
-            kept[samples, places.gather(1, selection.keep)] = True
+            kept[samples, places] = selection.mask(places.shape[1])
             if selection.rows is not None:
                 changed = hidden.clone() if changed is None else changed
-                changed[samples, places.gather(1, selection.keep)] = selection.rows
+                changed[samples, places] = selection.spread(selection.rows, places.shape[1], 0.0)
             if selection.merged_into is not None and call.report is not None:
                 call.report.merge(site.samples, site.original(places), selection.merged_into)
         if changed is not None:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import kernels
 from .adapters.base import Cells, ModelAdapter
 from .call import Encoding, current_call, current_encoding
 from .errors import UndeclaredObservationError, UnsupportedInputError
 from .hooks import Attachments
 from .layout import MediaItem
-from .method import TOWER_NEEDS, Context, Method, Need, Observation, Stage, Step
+from .method import TOWER_NEEDS, Context, Method, Need, Observation, Selection, Stage, Step
 from .observe import Capture, capturing, tap
 from .plan import Plan
 
@@ -99,8 +98,7 @@ class EncoderHooks:
         context = Context(hidden, step.needs, observe, _positions(hidden))
         selection = step.select(context)
         encoding.projected, encoding.length = selection, hidden.shape[1]
-        rows = kernels.gather(hidden, selection.keep) if selection.rows is None else selection.rows
-        return (rows, *rest), kwargs
+        return (selection.rows_of(hidden), *rest), kwargs
 
     def _observe_tiles(
         self, hidden: torch.Tensor, capture: Capture, observation: Observation, text: bool
@@ -146,7 +144,7 @@ class EncoderHooks:
         encoding = current_encoding.get()
         if encoding is None or encoding.projected is None:
             return None
-        return _carriers(output, encoding.projected.keep, encoding.length)
+        return _carriers(encoding.projected, output, encoding.length)
 
     def _leave_encoder(self, modality: str, arguments: dict[str, Any], encoding: Encoding, output: Any) -> Any:
         features = getattr(output, "pooler_output", None)
@@ -190,10 +188,8 @@ class EncoderHooks:
             hidden = torch.stack([features[index] for index in members])
             of_members = functools.partial(_of_members, observe, members)
             selection = step.select(Context(hidden, step.needs, of_members, _positions(hidden)))
-            rows = kernels.gather(hidden, selection.keep) if selection.rows is None else selection.rows
-            for place, (index, feature) in enumerate(
-                zip(members, _carriers(rows, selection.keep, length), strict=True)
-            ):
+            spread = _carriers(selection, selection.rows_of(hidden), length)
+            for place, (index, feature) in enumerate(zip(members, spread, strict=True)):
                 features[index] = feature
                 if selection.merged_into is not None:
                     merged[index] = selection.merged_into[place]
@@ -213,7 +209,6 @@ def _of_members(
     return torch.stack([values[index] for index in members])
 
 
-def _carriers(rows: torch.Tensor, keep: torch.Tensor, length: int) -> torch.Tensor:
-    """Return rows (G, k, D) at the places `keep` (G, k) of `length`, and NaN, which cannot be mistaken, elsewhere."""
-    full = rows.new_full((rows.shape[0], length, rows.shape[2]), torch.nan)
-    return full.scatter(1, keep.unsqueeze(-1).expand(-1, -1, rows.shape[2]), rows)
+def _carriers(selection: Selection, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the survivors' rows at their places among `length`, and NaN, which cannot be mistaken, elsewhere."""
+    return selection.spread(rows, length, torch.nan)

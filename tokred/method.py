@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from .errors import ParameterError, UndeclaredObservationError
+from .kernels import gather
 from .positions import POLICIES
 
 
@@ -97,8 +98,9 @@ class Selection:
     """Which tokens of equally long items survive, and what they now hold.
 
     Args:
-        keep: positions inside the item, ascending in each row, int64 of shape (G, k).
-        rows: new hidden states of the survivors, (G, k, D); None leaves them as they are.
+        keep: positions inside the item, ascending in each row, int64 of shape (G, k). Items that keep fewer than k have
+            -1 behind their survivors.
+        rows: new hidden states of the survivors, (G, k, D), anything behind -1; None leaves them as they are.
         merged_into: for each token of the item the position of the survivor that absorbed it, -1 for none,
             int64 of shape (G, N); None if nothing was merged.
     """
@@ -106,6 +108,22 @@ class Selection:
     keep: torch.Tensor
     rows: torch.Tensor | None = None
     merged_into: torch.Tensor | None = None
+
+    def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the survivors, (G, k, D), of items with hidden states (G, N, D) so far."""
+        return gather(hidden, self.keep.clamp(min=0)) if self.rows is None else self.rows
+
+    def spread(self, rows: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+        """Return rows (G, k, D) at their positions in items of `length` tokens, with `fill` elsewhere."""
+        # What stands behind the survivors goes to a place of its own, which is cut off.
+        full = rows.new_full((rows.shape[0], length + 1, *rows.shape[2:]), fill)
+        places = self.keep.masked_fill(self.keep < 0, length)
+        full.scatter_(1, places.view(*places.shape, *(1,) * (rows.dim() - 2)).expand_as(rows), rows)
+        return full[:, :length]
+
+    def mask(self, length: int) -> torch.Tensor:
+        """Return which of the `length` tokens of each item survive, bool of shape (G, length)."""
+        return self.spread(torch.ones_like(self.keep, dtype=torch.bool), length, False)
 
 
 class Context:
