@@ -5,9 +5,21 @@ dispatcher in `__init__.py` checks the arguments and chooses between the forms. 
 """
 
 from .attention_columns import attention_columns
+from .cover import cover
+from .drop_similar import drop_similar
 from .farthest_points import farthest_points
 from .gather import gather
 from .match import match
+from .nearest import nearest
 from .topk_indices import topk_indices
 
-__all__ = ["attention_columns", "farthest_points", "gather", "match", "topk_indices"]
+__all__ = [
+    "attention_columns",
+    "cover",
+    "drop_similar",
+    "farthest_points",
+    "gather",
+    "match",
+    "nearest",
+    "topk_indices",
+]
