@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from tokred import Context, Method, ModelShape, Selection, Stage, Step
+from tokred import Context, Method, ModelShape, PruMerge, Selection, Stage, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,4 +72,7 @@ PROBES = {
 }
 
 # Methods that look through a tower's CLS token, which the towers of Qwen do not have.
-NEEDS_CLS = ("fastervlm", "visionzip")
+NEEDS_CLS = ("fastervlm", "prumerge", "scope", "visionzip", "vispruner")
+
+# Methods before the projector whose images decide how many tokens they keep.
+ADAPTIVE = (PruMerge(neighbours=4), PruMerge(neighbours=4, plus=True))

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from oracle import masked_logits, merged_embeds, surviving, surviving_by_layer
-from probes import NEEDS_CLS, PROBES
+from probes import ADAPTIVE, NEEDS_CLS, PROBES
 
 import tokred
 from tokred.errors import LiveHandleError, UnsupportedFamilyError
@@ -65,11 +65,14 @@ def test_text_only_is_bit_equal(family, method):
 @every_pair
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_removing_equals_masking(family, method, attention):
-    model = tiny.BUILDERS[family](attention)
+    _check_prefill(tiny.BUILDERS[family](attention), family, tokred.methods()[method](keep=0.4))
+
+
+def _check_prefill(model, family, method):
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
     valid = batch["attention_mask"].bool()
     inputs = tiny.base_inputs(model, batch)
-    with tokred.apply(model, method, keep=0.4) as handle:
+    with tokred.apply(model, method) as handle:
         embeds = merged_embeds(model, batch, inputs["inputs_embeds"])
         output = model(**batch, use_cache=True)
         kept = surviving_by_layer(tiny.cache_of(output), valid.shape[1])
@@ -131,13 +134,31 @@ def _check_decode(model, family, method):
 
 @every_pair
 def test_row_of_padded_batch_equals_single_run(family, method):
-    model = tiny.BUILDERS[family]()
+    _check_padding(tiny.BUILDERS[family](), family, tokred.methods()[method](keep=0.4))
+
+
+def _check_padding(model, family, method):
     rows = [tiny.ONE_IMAGE, tiny.TWO_IMAGES, tiny.TEXT_ONLY]
-    with tokred.apply(model, method, keep=0.4):
+    with tokred.apply(model, method):
         together = _scores(_generate(model, tiny.inputs(family, rows)))
         for index, row in enumerate(rows):
             alone = _scores(_generate(model, tiny.inputs(family, [row])))
             torch.testing.assert_close(together[index], alone[0], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("method", ADAPTIVE, ids=repr)
+def test_counts_that_the_images_decide(family, method):
+    """Images of one batch keep different numbers of tokens, through prefill, decode and padding."""
+    model = tiny.BUILDERS[family]()
+    _check_prefill(model, family, method)
+    _check_decode(model, family, method)
+    _check_padding(model, family, method)
+    with tokred.apply(model, method) as handle:
+        model(**tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES]))
+        tokens = handle.trace()
+    kept = [[token.item for token in row] for row in tokens]
+    assert len({row.count(item) for row in kept for item in row}) > 1
 
 
 @every_family

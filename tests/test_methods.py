@@ -1,5 +1,7 @@
 """Properties of single methods that no golden file pins."""
 
+import math
+
 import pytest
 import tiny
 import torch
@@ -43,7 +45,9 @@ def test_every_method_keeps_its_budget(method, length, keep):
 def _context(step, groups, length, text, total):
     made = {
         Need.CLS_ROW: _noise(groups, 2, length + 1).softmax(-1),
+        Need.CLS_JOINT_ROW: _noise(groups, 1, length + 1).softmax(-1),
         Need.TOWER_KEYS: _noise(groups, length + 1, 8),
+        Need.TOWER_HEAD_KEYS: _noise(groups, length + 1, 16),
         Need.CLS_HIDDEN: _noise(groups, 1, 8),
         Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
         Need.NEXT_ROW: _noise(groups, 2, length).softmax(-1),
@@ -185,3 +189,176 @@ def test_visionzip_gives_the_cls_token_a_free_place():
     alive = features[~features.isnan().any(-1)]
     assert len(alive) == 8
     assert any(torch.allclose(row, cls, atol=1e-5) for row in alive)
+
+
+def _directions(*angles):
+    """Keys of the given angles in multiples of a right angle, (N, 2)."""
+    return torch.tensor([[math.cos(angle * math.pi / 2), math.sin(angle * math.pi / 2)] for angle in angles])
+
+
+def test_prumerge_keeps_outliers_and_one_token_for_the_rest():
+    """
+    Quartiles of 1..8 and 20 are 3 and 7, so that 13 is the bound: the last token. It joins token 2, whose key is
+    nearest. In the second image both nines lie above a bound of 0, and their nearest keys are each other's.
+    """
+    attention = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 20], [0, 0, 0, 0, 0, 0, 0, 9, 9]])
+    keys = torch.stack([_directions(1, 1, 0.1, 1, 1, 1, 1, 1, 0), _directions(1, 1, 1, 1, 1, 1, 1, 0, 0)])
+    hidden = torch.arange(1.0, 10).view(1, 9, 1).repeat(2, 1, 1)
+    selection = tokred.PruMerge(neighbours=1).merge(attention, keys, hidden)
+    assert selection.keep.tolist() == [[7, 8, -1], [6, 7, 8]]
+    assert selection.rows[0, :2, 0].tolist() == [sum(a * a for a in range(1, 9)), 9 + 3 * 3]
+    assert selection.rows[1, :, 0].tolist() == [0, 8 + 9 * 9, 9 + 9 * 8]
+    assert selection.merged_into.tolist() == [[7, 7, 8, 7, 7, 7, 7, 7, -1], [6, 6, 6, 6, 6, 6, 6, -1, -1]]
+
+
+def test_prumerge_outliers_lie_above_the_bound():
+    """13 is the bound itself, which is no outlier."""
+    attention = torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 13]])
+    selection = tokred.PruMerge().merge(attention, torch.ones(1, 9, 2), torch.ones(1, 9, 1))
+    assert selection.keep.tolist() == [[8]]
+    assert selection.rows.tolist() == [[[sum(range(1, 9)) + 13]]]
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_prumerge_of_a_tiny_item_is_one_token(length):
+    """So few values have no outlier; one token is left alone."""
+    attention = torch.arange(1.0, length + 1)[None]
+    selection = tokred.PruMerge().merge(attention, torch.ones(1, length, 2), torch.full((1, length, 1), 2.0))
+    assert selection.keep.tolist() == [[length - 1]]
+    assert selection.rows.tolist() == [[[2.0 * attention.sum()]]]
+    assert selection.merged_into.tolist() == [[length - 1] * length]
+    assert (tokred.PruMerge().count(length), tokred.PruMerge().count(1)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("attention", "count", "keep", "rows"),
+    [
+        ([0.5, 0.75, 0.5, 0.25], 1, [1], [20 + 0.5 * 10]),
+        ([0.5, 0.75, 0.5, 0.25], 2, [1, 3], [20 + 0.5 * 10, 0.5 * 10 + 0.5 * 30 + 0.25 * 40]),
+        ([0.5, 0.5, 0.5, 0.25], 3, [0, 1, 3], [10 + 0.5 * 20, 20 + 0.5 * 10, 0.5 * 30 + 0.25 * 40]),
+    ],
+)
+def test_prumerge_with_a_budget(attention, count, keep, rows):
+    """Tokens 0 and 1 have the same key, as have 2 and 3. Among equals the lowest token is kept."""
+    hidden = torch.tensor([[[10.0], [20], [30], [40]]])
+    method = tokred.PruMerge(num_tokens=count, neighbours=1)
+    assert (method.count(4), method.count(1), tokred.PruMerge(num_tokens=9).count(4)) == (count, 1, 4)
+    selection = method.merge(torch.tensor([attention]), _directions(0, 0, 1, 1)[None], hidden)
+    assert selection.keep.tolist() == [keep]
+    assert selection.rows[0, :, 0].tolist() == rows
+
+
+def test_prumerge_has_no_more_neighbours_than_tokens():
+    attention = torch.tensor([[4.0, 1, 2]])
+    hidden = torch.tensor([[[1.0], [10], [100]]])
+    selection = tokred.PruMerge(num_tokens=2).merge(attention, _directions(0, 1, 2)[None], hidden)
+    assert selection.rows[0, :, 0].tolist() == [1 + 10 + 200, 10 + 200]
+    alone = tokred.PruMerge(num_tokens=2, neighbours=0).merge(attention, _directions(0, 1, 2)[None], hidden)
+    assert alone.rows[0, :, 0].tolist() == [1, 10 + 200]
+    assert alone.merged_into.tolist() == [[-1, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("length", "outliers", "exact", "expected"),
+    [
+        (17, (3, 5), False, [0, 2, 3, 4, 5, 6, 8, 10, 12, 14, 15, 16]),
+        (17, (3, 5), True, [0, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16]),
+        (4, (1,), False, [0, 1, 2, 3]),
+        (4, (1,), True, [0, 1, 2, 3]),
+        (9, (), False, [8]),
+    ],
+)
+def test_prumerge_plus_takes_more_the_more_stand_out(length, outliers, exact, expected):
+    """
+    Two outliers of 17 are one of 8: every second token. The last one that is not chosen holds the rest: 15, or 16 as
+    released, where the last token is no sample. One of four is every token, after which no rest is left, or the last
+    one. Without outliers there are no samples.
+    """
+    attention = torch.ones(1, length)
+    attention[0, list(outliers)] = 2.0
+    method = tokred.PruMerge(plus=True, reference_exact=exact)
+    selection = method.merge(attention, _noise(1, length, 4), _noise(1, length, 2))
+    assert selection.keep.tolist() == [expected]
+
+
+def test_prumerge_plus_shares_a_budget():
+    """Of five tokens three go by attention; 0, 1, 3, 4, 6, 8 and 9 are left, of which 1 and 8 are spread."""
+    attention = torch.tensor([[0.0, 0, 9, 0, 0, 9, 0, 9, 0, 0]])
+    selection = tokred.PruMerge(num_tokens=6, plus=True).merge(attention, _noise(1, 10, 4), _noise(1, 10, 2))
+    assert selection.keep.tolist() == [[1, 2, 5, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("changes", [{"neighbours": -1}, {"neighbours": 1.5}, {"keep": 0}, {"positions": "new"}])
+def test_prumerge_refuses(changes):
+    [(name, value)] = changes.items()
+    with pytest.raises(tokred.errors.ParameterError, match=f"{name}={value!r}"):
+        tokred.PruMerge(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0, 1, 4, 5]),
+        ({"per_round": 1}, [0, 4, 5, 6]),
+        ({"important_share": 0.75}, [0, 2, 5, 6]),
+        ({"important_share": 1.0}, [0, 1, 2, 5]),
+        ({"important_share": 0.0, "per_round": 1}, [3, 4, 5, 6]),
+    ],
+)
+def test_vispruner_keeps_important_and_diverse_tokens(changes, expected):
+    """
+    By attention, 0 before 5: 0, 5, 2, 1, 3, 4, 6. Tokens 0, 2, 3 and 4 have one direction, 1 and 5 another, 6 a third.
+
+    Half of the budget are 0 and 5. Dealt are (2, 3, 6) and (1, 4), and three may go at once: 1 and 4 are left. If one
+    goes at a time: 2, which equals 4; then of (3, 1) and (6, 4) 3; then of (1, 4) and (6), all at right angles, 1.
+    Three of the budget are 0, 5 and 2, and of (1, 4) and (3, 6) two go, then of (3) and (6) one.
+    None of the budget: of (0, 2, 3, 6) and (5, 1, 4) 0; of (2, 6, 1) and (3, 5, 4) 2; of (1, 3, 4) and (6, 5) 1.
+    """
+    attention = torch.tensor([[9.0, 5, 6, 4, 3, 9, 2]])
+    features = torch.eye(3)[[0, 1, 0, 0, 0, 1, 2]].unsqueeze(0)
+    survivors = tokred.VisPruner(num_tokens=4, **changes).survivors(attention, features)
+    assert survivors.tolist() == [expected]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, [1]), (1.0, [0])])
+def test_vispruner_of_two_tokens(share, expected):
+    """Half of one token is none: of the two the first is dealt into the half that shrinks."""
+    attention = torch.tensor([[2.0, 1.0]])
+    method = tokred.VisPruner(num_tokens=1, important_share=share)
+    assert method.survivors(attention, torch.eye(2).unsqueeze(0)).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0, [0, 3, 5]), (1, [2, 5, 3]), (2, [5, 2, 3])])
+def test_scope_weighs_coverage_by_attention(alpha, expected):
+    """
+    Three tokens of one direction, two of another, one of a third. The first gains are 3, 2 and 1 for all of a
+    direction, 0 for a direction with a pick. Times attention 3, 3, 6, 4, 4, 5, times its square 3, 3, 12, 8, 8, 25.
+    """
+    attention = torch.tensor([[1.0, 1, 2, 2, 2, 5]])
+    features = torch.eye(3)[[0, 0, 0, 1, 1, 2]].unsqueeze(0)
+    assert tokred.SCOPE(num_tokens=3, alpha=alpha).picks(attention, features).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("method", "changes"), [("vispruner", {"important_share": 1.0}), ("scope", {})])
+def test_attention_is_the_mean_over_heads_without_the_cls_token(method, changes):
+    """Head means 0.3, 0.5, 0.1 and 0.4 over features at right angles: the second and the fourth patch."""
+    rows = torch.tensor([[[9.0, 0.6, 0.1, 0.2, 0.0], [9.0, 0.0, 0.9, 0.0, 0.8]]])
+    [step] = tokred.methods()[method](num_tokens=2, **changes).plan(tokred.ModelShape(num_layers=4, tower_layers=3))
+    context = Context(torch.eye(4).unsqueeze(0), step.needs, lambda seen, text: rows, torch.arange(4)[None])
+    assert step.select(context).keep.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("vispruner", "important_share", 1.5),
+        ("vispruner", "important_share", "half"),
+        ("vispruner", "per_round", 0),
+        ("scope", "alpha", -1),
+        ("scope", "alpha", math.inf),
+        ("scope", "scope", "total"),
+    ],
+)
+def test_parameters_of_methods_for_cls_towers(method, name, value):
+    with pytest.raises(tokred.errors.ParameterError, match=f"{name}={value!r}"):
+        tokred.methods()[method](**{name: value})

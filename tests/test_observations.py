@@ -36,6 +36,39 @@ def test_column_sums_of_a_tower_with_tiles(family, monkeypatch):
     assert grid[0, 5].tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_last_layer_of_a_tower(family, exact, monkeypatch):
+    """PruMerge sees CLS attention and whole keys behind the feature; as released, attention has one head."""
+    seen = []
+
+    def merge(self, *observed):
+        seen.append(observed)
+        return tokred.Selection(torch.arange(4).expand(len(observed[0]), -1))
+
+    monkeypatch.setattr(tokred.PruMerge, "merge", merge)
+    model = tiny.BUILDERS[family]("sdpa")
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE])
+    with tokred.apply(model, "prumerge", num_tokens=4, reference_exact=exact):
+        model(**batch)
+    [(attention, keys, hidden)] = seen
+
+    eager = tiny.BUILDERS[family]("eager")
+    projected = {}
+    last = eager.model.vision_tower.encoder.layers[-1].self_attn
+    for name in ("q_proj", "k_proj"):
+        getattr(last, name).register_forward_hook(lambda module, args, out, name=name: projected.update({name: out}))
+    tower = eager.model.vision_tower
+    output = tower(batch["pixel_values"].flatten(0, -4), output_attentions=True, output_hidden_states=True)
+    expected = output.attentions[-1][:, :, 0].mean(1)
+    if exact:
+        logits = projected["q_proj"][:, :1] @ projected["k_proj"].mT / 32**0.5
+        expected = logits.softmax(-1)[:, 0]
+    torch.testing.assert_close(attention, expected[:, 1:])
+    torch.testing.assert_close(keys, projected["k_proj"][:, 1:])
+    torch.testing.assert_close(hidden, output.hidden_states[-2][:, 1:])
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_column_sums_of_a_tower_that_merges(family, monkeypatch):
     """The second image is no square, and all images have more than one window."""

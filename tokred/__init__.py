@@ -7,12 +7,27 @@ from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
 from .registry import adapters, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, AdaptInfer, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, Uniform, VisionZip
+from .vision import (
+    DART,
+    SCOPE,
+    AdaptInfer,
+    DivPrune,
+    FasterVLM,
+    FastV,
+    HiPrune,
+    PruMerge,
+    PyramidDrop,
+    Random,
+    Uniform,
+    VisionZip,
+    VisPruner,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DART",
+    "SCOPE",
     "AdaptInfer",
     "BudgetMethod",
     "Context",
@@ -26,6 +41,7 @@ __all__ = [
     "ModelShape",
     "Need",
     "Observation",
+    "PruMerge",
     "PyramidDrop",
     "Random",
     "Selection",
@@ -36,6 +52,7 @@ __all__ = [
     "TokredError",
     "TraceToken",
     "Uniform",
+    "VisPruner",
     "VisionZip",
     "adapters",
     "apply",

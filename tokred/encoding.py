@@ -113,8 +113,12 @@ class EncoderHooks:
         [seen] = capture.attention[self._attention(block)]
         if observation.need is Need.TOWER_KEYS:
             return seen.key.mean(dim=1)
+        if observation.need is Need.TOWER_HEAD_KEYS:
+            return seen.joined().key.squeeze(1)
         if observation.need is Need.COLUMN_SUM:
             return seen.column_sums()[:, 1:]
+        if observation.need is Need.CLS_JOINT_ROW:
+            seen = seen.joined()
         return seen.rows(torch.zeros(len(hidden), dtype=torch.long, device=hidden.device))
 
     def _observe_items(

@@ -31,8 +31,12 @@ class Need(enum.StrEnum):
 
     CLS_ROW = "cls_row"
     """Attention of the CLS query in the tower layer whose output is the feature, (G, heads, N + 1)."""
+    CLS_JOINT_ROW = "cls_joint_row"
+    """The same if all heads of that layer were one, (G, 1, N + 1)."""
     TOWER_KEYS = "tower_keys"
     """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim)."""
+    TOWER_HEAD_KEYS = "tower_head_keys"
+    """Raw keys of that tower layer, all heads side by side, (G, N + 1, heads * head_dim)."""
     CLS_HIDDEN = "cls_hidden"
     """Hidden state of the CLS token at the output of that tower layer, (G, 1, D)."""
     COLUMN_SUM = "column_sum"
@@ -74,7 +78,16 @@ class Observation:
         return str(self.need) if self.layer is None else f"{self.need} of layer {self.layer}"
 
 
-TOWER_NEEDS = frozenset({Need.CLS_ROW, Need.TOWER_KEYS, Need.CLS_HIDDEN, Need.COLUMN_SUM})
+TOWER_NEEDS = frozenset(
+    {
+        Need.CLS_ROW,
+        Need.CLS_JOINT_ROW,
+        Need.TOWER_KEYS,
+        Need.TOWER_HEAD_KEYS,
+        Need.CLS_HIDDEN,
+        Need.COLUMN_SUM,
+    }
+)
 """The needs that are observed in the tower."""
 
 
@@ -314,14 +327,18 @@ class BudgetMethod(Method):
     positions: str = "keep"
 
     def _validate(self) -> None:
-        if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
-            raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
+        self._validate_keep()
         if self.num_tokens is not None and (not isinstance(self.num_tokens, int) or self.num_tokens < 1):
             raise ParameterError(f"num_tokens={self.num_tokens!r} is not a positive integer")
         if self.scope not in self.scopes:
             raise ParameterError(f"scope={self.scope!r} of {self.name} is not one of {self.scopes}")
         if self.positions not in POLICIES:
             raise ParameterError(f"positions={self.positions!r} is not one of {POLICIES}")
+
+    def _validate_keep(self) -> None:
+        """Raise `ParameterError` for a share outside its range."""
+        if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
+            raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
 
     def count(self, length: int) -> int:
         """Return the number of survivors among `length` tokens: `keep * length` rounded half to even, at least 1."""

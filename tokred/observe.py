@@ -62,6 +62,11 @@ class Seen:
             logits = logits.masked_fill(~visible.unsqueeze(1), -torch.inf)
         return logits.softmax(dim=-1, dtype=torch.float32).to(self.query.dtype)
 
+    def joined(self) -> Seen:
+        """Return what the kernel would receive if all its heads, as many for keys as for queries, were one."""
+        query, key = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in (self.query, self.key))
+        return Seen(query, key, query.shape[-1] ** -0.5)
+
     def column_sums(self) -> torch.Tensor:
         """Return the attention that every key receives: mean over heads, sum over all queries, float32 (B, K)."""
         return kernels.attention_columns(self.query, self.key, self.scaling) * self.query.shape[2]

@@ -6,20 +6,26 @@ from .divprune import DivPrune
 from .fastervlm import FasterVLM
 from .fastv import FastV
 from .hiprune import HiPrune
+from .prumerge import PruMerge
 from .pyramiddrop import PyramidDrop
 from .random import Random
+from .scope import SCOPE
 from .uniform import Uniform
 from .visionzip import VisionZip
+from .vispruner import VisPruner
 
 __all__ = [
     "DART",
+    "SCOPE",
     "AdaptInfer",
     "DivPrune",
     "FastV",
     "FasterVLM",
     "HiPrune",
+    "PruMerge",
     "PyramidDrop",
     "Random",
     "Uniform",
+    "VisPruner",
     "VisionZip",
 ]

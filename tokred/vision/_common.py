@@ -39,6 +39,26 @@ def survivors(score: torch.Tensor, count: int) -> torch.Tensor:
     return topk_indices(score, count).sort(dim=-1).values
 
 
+def places_of(kept: torch.Tensor) -> torch.Tensor:
+    """Return the places of the kept tokens in ascending order, -1 behind those of items that keep fewer.
+
+    Args:
+        kept: which tokens are kept, bool of shape (G, N).
+
+    Returns:
+        int64 of shape (G, k), where k is the largest number of kept tokens.
+    """
+    length = kept.shape[1]
+    places = torch.arange(length, device=kept.device).masked_fill(~kept, length).sort(dim=1).values
+    places = places[:, : int(kept.sum(1).max())]
+    return places.masked_fill(places == length, -1)
+
+
+def evenly(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` of `length` places at even distances: floor((i + 1/2) * length / count), int64 (count,)."""
+    return (2 * torch.arange(count, device=device) + 1) * length // max(1, 2 * count)
+
+
 def _floor(x: float) -> int:
     """Round down what is no whole number but for the error of a power."""
     return math.floor(x + 1e-9)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..method import BudgetMethod, Context, ModelShape, Selection, Step
+from ._common import evenly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +19,4 @@ class Uniform(BudgetMethod):
 
     def _select(self, context: Context) -> Selection:
         groups, length, _ = context.hidden.shape
-        count = self.count(length)
-        steps = torch.arange(count, device=context.hidden.device)
-        return Selection(((2 * steps + 1) * length // (2 * count)).expand(groups, -1))
+        return Selection(evenly(length, self.count(length), context.hidden.device).expand(groups, -1))
