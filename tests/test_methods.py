@@ -288,11 +288,21 @@ def test_prumerge_plus_shares_a_budget():
     assert selection.keep.tolist() == [[1, 2, 5, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("changes", [{"neighbours": -1}, {"neighbours": 1.5}, {"keep": 0}, {"positions": "new"}])
-def test_prumerge_refuses(changes):
-    [(name, value)] = changes.items()
+def test_prumerge_reads_the_last_layer_or_the_given_one():
+    shape = tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True)
+    for layer, expected in ((None, 2), (0, 0)):
+        [step] = tokred.PruMerge(layer=layer).plan(shape)
+        assert step.needs == {Need.CLS_ROW.at(expected), Need.TOWER_HEAD_KEYS.at(expected)}
+    with pytest.raises(tokred.errors.ParameterError, match=r"prumerge: layer=3 lies outside 0\.\.2"):
+        tokred.PruMerge(layer=3).plan(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("neighbours", -1), ("neighbours", 1.5), ("keep", 0), ("positions", "new"), ("layer", -1)]
+)
+def test_prumerge_refuses(name, value):
     with pytest.raises(tokred.errors.ParameterError, match=f"{name}={value!r}"):
-        tokred.PruMerge(**changes)
+        tokred.PruMerge(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,24 @@ def evenly(length: int, count: int, device: torch.device) -> torch.Tensor:
     return (2 * torch.arange(count, device=device) + 1) * length // max(1, 2 * count)
 
 
+def check_tower_layer(layer: int | None) -> None:
+    """Raise `ParameterError` unless `layer` is None or may be a layer of a tower, 0-based."""
+    if layer is not None and (not isinstance(layer, int) or layer < 0):
+        raise ParameterError(f"layer={layer!r} is neither None nor a layer of the tower")
+
+
+def tower_layer(layer: int, shape: ModelShape, name: str) -> int:
+    """Return `layer`, 0 if it is negative because the tower has too few layers for a default.
+
+    Raises:
+        ParameterError: the tower of the model has no such layer.
+    """
+    depth = shape.tower_layers
+    if layer >= max(1, depth):
+        raise ParameterError(f"{name}: layer={layer} lies outside 0..{depth - 1} of a tower with {depth} layers")
+    return max(0, layer)
+
+
 def _floor(x: float) -> int:
     """Round down what is no whole number but for the error of a power."""
     return math.floor(x + 1e-9)

@@ -9,6 +9,7 @@ import torch
 from ..errors import ParameterError
 from ..kernels import gather, topk_indices
 from ..method import BudgetMethod, Context, ModelShape, Need, Observation, Selection, Stage, Step
+from ._common import check_tower_layer, tower_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +37,13 @@ class HiPrune(BudgetMethod):
         super()._validate()
         if not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ParameterError(f"alpha={self.alpha!r} is not a share in [0, 1]")
-        if self.layer is not None and (not isinstance(self.layer, int) or self.layer < 0):
-            raise ParameterError(f"layer={self.layer!r} is neither None nor a layer of the tower")
+        check_tower_layer(self.layer)
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         layer = self.layer
         if layer is None:
-            layer = max(0, (shape.tower_layers * 3 // 8 if shape.rowwise_projector else shape.tower_layers // 2) - 1)
-        if layer >= max(1, shape.tower_layers):
-            raise ParameterError(
-                f"hiprune: layer={layer} lies outside 0..{shape.tower_layers - 1} of a tower with "
-                f"{shape.tower_layers} layers"
-            )
-        shallow = Need.COLUMN_SUM.at(layer)
+            layer = (shape.tower_layers * 3 // 8 if shape.rowwise_projector else shape.tower_layers // 2) - 1
+        shallow = Need.COLUMN_SUM.at(tower_layer(layer, shape, self.name))
         stage = Stage.PROJECTOR if shape.rowwise_projector else Stage.FEATURES
         return (Step(stage, partial(self._select, shallow), frozenset({shallow, Need.COLUMN_SUM, Need.GRID})),)
 

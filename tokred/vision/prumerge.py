@@ -9,7 +9,7 @@ import torch
 from ..errors import ParameterError
 from ..kernels import gather, nearest, topk_indices
 from ..method import BudgetMethod, Context, ModelShape, Need, Observation, Selection, Stage, Step
-from ._common import attention_score, evenly, places_of
+from ._common import attention_score, check_tower_layer, evenly, places_of, tower_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,10 @@ class PruMerge(BudgetMethod):
     """Keep the patches whose attention from the CLS token is an outlier, add to each the patches with the most similar
     keys, weighted by their attention, and put the weighted sum of all patches that are not kept into one more token.
 
-    An outlier lies above Q3 + 1.5 (Q3 - Q1) of the attention in its image. Attention and keys are those of the tower's
-    last layer, the keys with all heads side by side. Kept patches are added to each other too, each as it was before,
-    and no sum is divided by its weights. The token for the rest takes the last place that no patch needs; with a budget
-    of one token there is none. This is what `token_prune_merge_advanced` and `token_prune_merge_advanced_plus` do in
+    An outlier lies above Q3 + 1.5 (Q3 - Q1) of the attention in its image. Keys have all heads side by side. Kept
+    patches are added to each other too, each as it was before, and no sum is divided by its weights. The token for the
+    rest takes the last place that no patch needs; with a budget of one token there is none. This is what
+    `token_prune_merge_advanced` and `token_prune_merge_advanced_plus` do in
     llava/model/multimodal_encoder/clip_encoder.py of the release; the text of the paper was not at hand.
 
     Args:
@@ -29,6 +29,9 @@ class PruMerge(BudgetMethod):
         neighbours: how many patches each kept one absorbs, at least 0. The release has 32, for training 16.
         plus: PruMerge+, which keeps evenly spaced patches too: with outliers every s-th patch, where s is a third of
             the number of patches for each outlier; with a budget half of it, spread over the patches that are left.
+        layer: the tower layer whose attention and keys are read, 0-based. None is the last one, as released; its input
+            is the feature of LLaVA. A tower that was trained without that layer, as the shipped scene model's was,
+            needs another one.
         reference_exact: as released, join the heads into one before attention is computed, and take no evenly spaced
             patch from the last place. The release also lets the images of a batch share one number of outliers, and
             with `plus` and a fixed share it may name a patch twice; neither is reproduced.
@@ -40,21 +43,23 @@ class PruMerge(BudgetMethod):
     keep: float | None = None  # type: ignore[assignment]
     neighbours: int = 32
     plus: bool = False
+    layer: int | None = None
     reference_exact: bool = False
 
     def _validate(self) -> None:
         super()._validate()
         if not isinstance(self.neighbours, int) or self.neighbours < 0:
             raise ParameterError(f"neighbours={self.neighbours!r} is not an integer of at least 0")
+        check_tower_layer(self.layer)
 
     def _validate_keep(self) -> None:
         if self.keep is not None:
             super()._validate_keep()
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
-        last = max(0, shape.tower_layers - 1)
-        row = (Need.CLS_JOINT_ROW if self.reference_exact else Need.CLS_ROW).at(last)
-        keys = Need.TOWER_HEAD_KEYS.at(last)
+        layer = tower_layer(shape.tower_layers - 1 if self.layer is None else self.layer, shape, self.name)
+        row = (Need.CLS_JOINT_ROW if self.reference_exact else Need.CLS_ROW).at(layer)
+        keys = Need.TOWER_HEAD_KEYS.at(layer)
         return (Step(Stage.PROJECTOR, partial(self._select, row, keys), frozenset({row, keys})),)
 
     def count(self, length: int) -> int | None:  # type: ignore[override]
