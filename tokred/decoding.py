@@ -109,9 +109,10 @@ class DecoderHooks:
                 capturing.set(call.capture)
             if kept is not None:
                 before = call.spans
-                stage, name, policy = self._encoding_stage()
+                steps = self._encoding_steps()
+                policy = "renumber" if any(policy_of(method) == "renumber" for method, _ in steps) else "keep"
                 moved = self._shorten(call, kept, moved, policy)
-                call.report.add(stage, name, None, before, call.spans)
+                call.report.add_encoding([(method.name, step) for method, step in steps], before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
         if self._sees_everything(call, held):
@@ -147,14 +148,15 @@ class DecoderHooks:
 
     def _check_encoded(self, spans: list[Span]) -> None:
         """Raise if a method that acts while media are encoded did not see these."""
-        for stage in (Stage.PROJECTOR, Stage.FEATURES):
-            for method, _ in self._plan.at(stage):
-                for span in spans:
-                    if method.count(span.length) != span.length:
-                        raise UnsupportedInputError(
-                            f"{method.name} acts while media are encoded, but these {span.length} {span.item.modality} "
-                            "tokens were encoded without it; encode them through the model after tokred.apply"
-                        )
+        for method, _ in self._encoding_steps():
+            for span in spans:
+                count = method.count(span.length)
+                # A count that depends on the item may be all of it, if the item was seen.
+                if count != span.length and not (count is None and span.item.left):
+                    raise UnsupportedInputError(
+                        f"{method.name} acts while media are encoded, but these {span.length} {span.item.modality} "
+                        "tokens were encoded without it; encode them through the model after tokred.apply"
+                    )
 
     def _reduces_later(self, spans: list[Span]) -> bool:
         """Return whether a step at or inside the decoder removes tokens of these items."""
@@ -166,12 +168,9 @@ class DecoderHooks:
                         return True
         return False
 
-    def _encoding_stage(self) -> tuple[Stage, str, str]:
-        """Return the stage and the method that shortened the features of this call, and its position policy."""
-        for stage in (Stage.FEATURES, Stage.PROJECTOR):
-            for method, _ in self._plan.at(stage):
-                return stage, method.name, policy_of(method)
-        return Stage.FEATURES, "encoded earlier", "keep"
+    def _encoding_steps(self) -> list[tuple[Method, Step]]:
+        """Return the steps that act while media are encoded."""
+        return [step for stage in (Stage.PROJECTOR, Stage.FEATURES) for step in self._plan.at(stage)]
 
     @staticmethod
     def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
@@ -275,7 +274,7 @@ class DecoderHooks:
         if not kept.all():
             moved = self._shorten(call, kept, moved, policy_of(method))
         if call.report is not None:
-            call.report.add(step.stage, method.name, step.layer, before, call.spans)
+            call.report.add(method.name, step, before, call.spans)
         return moved
 
     def _enter_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

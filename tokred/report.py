@@ -11,6 +11,7 @@ import torch
 
 from .errors import UnsupportedInputError
 from .layout import MediaItem, Span
+from .method import Stage, Step
 from .reduction import Reduction
 
 if TYPE_CHECKING:
@@ -71,10 +72,37 @@ class CallReport:
         self._layer_tokens: list[int] = []
         self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def add(self, stage: str, method: str, layer: int | None, before: Sequence[Span], after: Sequence[Span]) -> None:
-        """Note what a step did to the media of the call."""
-        counts = _per_sample(before, self.batch), _per_sample(after, self.batch)
-        self.stages.append(StageReport(str(stage), method, layer, *counts))
+    def add(self, method: str, step: Step, before: Sequence[Span], after: Sequence[Span]) -> None:
+        """Note what a step of a method did to the media of the call."""
+        counts = self._per_sample(before), self._per_sample(after)
+        self.stages.append(StageReport(str(step.stage), method, step.layer, *counts))
+
+    def add_encoding(self, steps: Sequence[tuple[str, Step]], before: Sequence[Span], after: Sequence[Span]) -> None:
+        """Note what the steps of methods did while the media were encoded, as far as the items know it.
+
+        Args:
+            steps: the methods' names with their steps, in order.
+            before: the media as the prompt has them.
+            after: what is left of them.
+        """
+        if not steps or any(len(span.item.left) != len(steps) for span in before):
+            # Encoded before the handle was paused or overridden, or repeated by a beam search: only the sum is known.
+            name, stage = (steps[0][0], steps[0][1].stage) if len(steps) == 1 else ("encoded earlier", Stage.FEATURES)
+            self.stages.append(StageReport(str(stage), name, None, self._per_sample(before), self._per_sample(after)))
+            return
+        counts = self._per_sample(before)
+        for index, (name, step) in enumerate(steps):
+            left = [0] * self.batch
+            for span in before:
+                left[span.sample] += span.item.left[index]
+            self.stages.append(StageReport(str(step.stage), name, None, counts, left))
+            counts = left
+
+    def _per_sample(self, spans: Sequence[Span]) -> list[int]:
+        counts = [0] * self.batch
+        for span in spans:
+            counts[span.sample] += span.length
+        return counts
 
     def saw(self, length: int, spans: Sequence[Span]) -> None:
         """Note the sequence and the media that a decoder layer received."""
@@ -318,13 +346,6 @@ def _cells(item: MediaItem) -> torch.Tensor:
     if item.cells is None:
         return torch.tensor([0, 0, -1, -1]).expand(item.length, 4)
     return item.cells()
-
-
-def _per_sample(spans: Sequence[Span], batch: int) -> list[int]:
-    counts = [0] * batch
-    for span in spans:
-        counts[span.sample] += span.length
-    return counts
 
 
 def _counts(values: list[int]) -> str:
