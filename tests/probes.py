@@ -71,5 +71,5 @@ PROBES = {
     "three": [Every2(), Every2(site=1), Every2(site=3)],
 }
 
-# Methods that look through a tower's CLS token, which the towers of Qwen do not have.
-NEEDS_CLS = ("fastervlm", "visionzip")
+# Methods that look at a tower's CLS token or merge in blocks of all patches, neither of which the towers of Qwen have.
+NEEDS_CLS = ("fastervlm", "tome", "visionzip")

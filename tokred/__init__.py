@@ -1,13 +1,13 @@
 """Token reduction for the multimodal transformers that you already have."""
 
 from . import errors
-from .adapters import ModelAdapter
+from .adapters import EncoderAdapter, ModelAdapter
 from .api import Handle, Support, apply, supported
 from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
-from .registry import adapters, methods, register_adapter, register_method
+from .registry import adapters, encoders, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, AdaptInfer, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, Uniform, VisionZip
+from .vision import DART, AdaptInfer, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, ToMe, Uniform, VisionZip
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "BudgetMethod",
     "Context",
     "DivPrune",
+    "EncoderAdapter",
     "FastV",
     "FasterVLM",
     "Handle",
@@ -33,12 +34,14 @@ __all__ = [
     "Step",
     "Summary",
     "Support",
+    "ToMe",
     "TokredError",
     "TraceToken",
     "Uniform",
     "VisionZip",
     "adapters",
     "apply",
+    "encoders",
     "errors",
     "methods",
     "register_adapter",

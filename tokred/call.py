@@ -17,11 +17,20 @@ from .report import CallReport
 
 @dataclass
 class Encoding:
-    """State of one call of a method that encodes media."""
+    """State of one call of a method that encodes media.
+
+    Attributes:
+        capture: what the taps in the tower saw.
+        projected: what is left of each tile before the projector, by steps inside the tower or there; None for all.
+        length: number of patches of a tile.
+        order: for the patches that the tower left, ascending, their places in what it gives back; None if it gives back
+            all of them in order.
+    """
 
     capture: Capture = field(default_factory=Capture)
     projected: Selection | None = None
     length: int = 0
+    order: torch.Tensor | None = None
 
 
 @dataclass

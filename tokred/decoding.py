@@ -169,8 +169,9 @@ class DecoderHooks:
         return False
 
     def _encoding_steps(self) -> list[tuple[Method, Step]]:
-        """Return the steps that act while media are encoded."""
-        return [step for stage in (Stage.PROJECTOR, Stage.FEATURES) for step in self._plan.at(stage)]
+        """Return the steps that act while media are encoded, of those inside the tower the last one."""
+        inside = [pair for pair in self._plan.current() if pair[1].stage is Stage.ENCODER_BLOCK][-1:]
+        return inside + [step for stage in (Stage.PROJECTOR, Stage.FEATURES) for step in self._plan.at(stage)]
 
     @staticmethod
     def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
@@ -309,7 +310,7 @@ class DecoderHooks:
             layer = caches.reduced_layer(call.cache, index, hidden.shape[0], hidden.device)
             layer.announce(call.block.keep, call.block.filled, call.length, call.segment, call.shift)
         if call.report is not None:
-            call.report.saw(hidden.shape[1], call.spans)
+            call.report.saw(hidden.shape[1], sum(span.length for span in call.spans))
         if args:
             return (hidden, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": hidden}

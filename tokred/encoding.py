@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import kernels
 from .adapters.base import Cells, ModelAdapter
 from .call import Encoding, current_call, current_encoding
 from .errors import UndeclaredObservationError, UnsupportedInputError
@@ -40,11 +41,13 @@ class EncoderHooks:
         for modality in self._adapter.media:
             self._wrap_encoder(modality, attachments)
         steps = [step for _, step in self._plan.steps]
-        if any(step.stage is Stage.PROJECTOR for step in steps):
+        if any(step.stage in (Stage.ENCODER_BLOCK, Stage.PROJECTOR) for step in steps):
             projector = self._base.get_submodule(self._adapter.projector)  # type: ignore[arg-type]
             attachments.before(projector, self._enter_projector)
             attachments.after(projector, self._leave_projector)
-        observed = {observation for step in steps for observation in step.observations}
+        # Steps inside the tower see to their own observations.
+        outside = [step for step in steps if step.stage is not Stage.ENCODER_BLOCK]
+        observed = {observation for step in outside for observation in step.observations}
         for block in dict.fromkeys(self._block(one) for one in observed if one.need in TOWER_NEEDS - {Need.CLS_HIDDEN}):
             attachments.add(tap(self._attention(block)))
         for block in dict.fromkeys(self._block(one) for one in observed if one.need is Need.CLS_HIDDEN):
@@ -87,10 +90,14 @@ class EncoderHooks:
 
     def _enter_projector(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         encoding = current_encoding.get()
-        steps = self._plan.at(Stage.PROJECTOR)
-        if encoding is None or not steps:
+        if encoding is None:
             return None
         hidden, *rest = args
+        if encoding.order is not None:
+            return (kernels.gather(hidden, encoding.order), *rest), kwargs
+        steps = self._plan.at(Stage.PROJECTOR)
+        if not steps:
+            return None
         [(method, step)] = steps
         if self._plan.count(method, hidden.shape[1]) == hidden.shape[1]:
             return None
@@ -154,7 +161,7 @@ class EncoderHooks:
         grid = arguments.get(self._adapter.media[modality].grid or "")
         cells = self._adapter.cells(self._config, modality, grid, lengths)
         encoded = [_Encoded(feature) for feature in features]
-        if self._plan.at(Stage.PROJECTOR):
+        if self._plan.acts(Stage.ENCODER_BLOCK, Stage.PROJECTOR):
             _read_projected(encoded, encoding)
         for method, step in self._plan.at(Stage.FEATURES):
             observe = functools.cache(functools.partial(self._observe_items, encoding.capture, grid, cells, features))
@@ -248,7 +255,7 @@ class _Encoded:
 
 
 def _read_projected(encoded: list[_Encoded], encoding: Encoding) -> None:
-    """Note what the step before the projector left of the items, which are made of one or several tiles each."""
+    """Note what the steps before the projector left of the items, which are made of one or several tiles each."""
     for item in encoded:
         item.read()
     absorbed = None if encoding.projected is None else encoding.projected.merged_into

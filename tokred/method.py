@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 import yaml
 
-from .errors import ParameterError, UndeclaredObservationError
+from .errors import ParameterError, UndeclaredObservationError, UnsupportedFamilyError
 from .kernels import gather
 from .positions import POLICIES
 
@@ -20,6 +20,7 @@ from .positions import POLICIES
 class Stage(enum.StrEnum):
     """Where in a model a step acts."""
 
+    ENCODER_BLOCK = "encoder_block"
     PROJECTOR = "projector"
     FEATURES = "features"
     EMBEDS = "embeds"
@@ -32,7 +33,8 @@ class Need(enum.StrEnum):
     CLS_ROW = "cls_row"
     """Attention of the CLS query in the tower layer whose output is the feature, (G, heads, N + 1)."""
     TOWER_KEYS = "tower_keys"
-    """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim)."""
+    """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim); at `Stage.ENCODER_BLOCK` of the block at the
+    site, (G, T, head_dim)."""
     CLS_HIDDEN = "cls_hidden"
     """Hidden state of the CLS token at the output of that tower layer, (G, 1, D)."""
     COLUMN_SUM = "column_sum"
@@ -83,14 +85,16 @@ class ModelShape:
     """The sizes of a model that decide where a method acts.
 
     Args:
-        num_layers: number of decoder layers.
+        num_layers: number of decoder layers, 0 for an image encoder that stands alone.
         tower_layers: number of tower layers, 0 if the family does not say where they are.
         rowwise_projector: whether the projector treats every token alone, so that tokens can leave before it.
+        feature_layers: number of tower layers up to the one whose output is the feature; None for all.
     """
 
     num_layers: int
     tower_layers: int = 0
     rowwise_projector: bool = False
+    feature_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Selection:
 
     Args:
         keep: positions inside the item, ascending in each row, int64 of shape (G, k). Items that keep fewer than k have
-            -1 behind their survivors.
+            -1 behind their survivors. At `Stage.ENCODER_BLOCK` the order is free, but the tokens before the patches
+            stay in front, every token is kept or merged, and all items keep k.
         rows: new hidden states of the survivors, (G, k, D), anything behind -1; None leaves them as they are.
         merged_into: for each token of the item the position of the survivor that absorbed it, -1 for none,
             int64 of shape (G, N); None if nothing was merged.
@@ -129,14 +134,19 @@ class Selection:
 class Context:
     """What a step sees of a group of media items of one length.
 
+    At `Stage.ENCODER_BLOCK` the items are the pictures of the batch with all their tokens, T, in place of N.
+
     Args:
         hidden: hidden states of the items at the site, (G, N, D).
         needs: the observations that the step declared.
         provider: computes an observation when it is read; takes it and whether the text is meant.
-        positions: original positions of the tokens in their sequences, (G, N); at `Stage.FEATURES` and
-            `Stage.PROJECTOR`, where no sequence exists yet, positions inside the item.
+        positions: original positions of the tokens in their sequences, (G, N); at the stages before the decoder, where
+            no sequence exists yet, positions inside the item.
         text_positions: original positions of the text tokens after the items, (G, T).
-        total: number of tokens that the items have in the prompt, of which N are left; None is N.
+        total: number of tokens that the items have in the prompt, or patches that the pictures have, of which N are
+            left; None is N.
+        prefix: at `Stage.ENCODER_BLOCK` the number of tokens before the patches, such as CLS, else 0.
+        sizes: at `Stage.ENCODER_BLOCK` how many tokens each one stands for, float32 of shape (G, T); else None.
     """
 
     def __init__(
@@ -147,8 +157,12 @@ class Context:
         positions: torch.Tensor,
         text_positions: torch.Tensor | None = None,
         total: int | None = None,
+        prefix: int = 0,
+        sizes: torch.Tensor | None = None,
     ):
         self.hidden = hidden
+        self.prefix = prefix
+        self.sizes = sizes
         self.total = hidden.shape[1] if total is None else total
         self.positions = positions
         self._text_positions = text_positions
@@ -202,7 +216,8 @@ class Step:
         stage: the kind of site.
         select: pure function from a context to the surviving tokens.
         needs: what `select` observes.
-        layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1).
+        layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1); for
+            `Stage.ENCODER_BLOCK`, the block between whose attention and MLP tokens are merged (0-based).
         count: returns how many of the tokens that are left survive, for the number of tokens in the prompt and of those
             that are left; None is the method's count of the latter. For methods of several steps.
     """
@@ -212,6 +227,7 @@ class Step:
     needs: frozenset[Need | Observation] = frozenset()
     layer: int | None = None
     count: Callable[[int, int], int | None] | None = None
+    proportional: bool = False
 
     @property
     def observations(self) -> frozenset[Observation]:
@@ -335,7 +351,14 @@ class BudgetMethod(Method):
 
 
 def check_layer(layer: int, shape: ModelShape, name: str) -> None:
-    """Raise `ParameterError` unless `layer` is a decoder layer with another one before it."""
+    """Raise unless `layer` is a decoder layer with another one before it.
+
+    Raises:
+        UnsupportedFamilyError: the model has no decoder.
+        ParameterError: the layer lies outside.
+    """
+    if not shape.num_layers:
+        raise UnsupportedFamilyError(f"{name} acts inside a decoder, and an image encoder alone has none")
     if not 1 <= layer < shape.num_layers:
         raise ParameterError(
             f"{name}: layer={layer} lies outside 1..{shape.num_layers - 1} of a decoder with {shape.num_layers} layers"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .errors import UnsupportedInputError
 from .layout import MediaItem, Span
 from .method import Stage, Step
-from .reduction import Reduction
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,8 +50,15 @@ class TraceToken:
     merged: tuple[int, ...]
 
 
+class Survivors(Protocol):
+    """The survivors of a call."""
+
+    def dropped(self) -> torch.Tensor:
+        """Return which tokens of the call are gone, bool of shape (B, L)."""
+
+
 class CallReport:
-    """What one prefill did, in tensors that are read only when somebody asks.
+    """What one prefill, or one call of an encoder, did, in tensors that are read only when somebody asks.
 
     Args:
         model_type: the family.
@@ -68,7 +74,7 @@ class CallReport:
         self.spans = list(spans)
         self.stages: list[StageReport] = []
         self.layer_lengths: list[int] = []
-        self.block: Reduction | None = None
+        self.block: Survivors | None = None
         self._layer_tokens: list[int] = []
         self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
@@ -104,16 +110,16 @@ class CallReport:
             counts[span.sample] += span.length
         return counts
 
-    def saw(self, length: int, spans: Sequence[Span]) -> None:
-        """Note the sequence and the media that a decoder layer received."""
+    def saw(self, length: int, tokens: int) -> None:
+        """Note the sequence that a layer received, and the visual tokens in all its rows."""
         self.layer_lengths.append(length)
-        self._layer_tokens.append(sum(span.length for span in spans))
+        self._layer_tokens.append(tokens)
 
     def merge(self, samples: torch.Tensor, positions: torch.Tensor, merged_into: torch.Tensor) -> None:
         """Note which tokens absorbed others: samples (G,), original positions (G, N), tokens inside the item (G, N)."""
         self._merges.append((samples, positions, merged_into))
 
-    def finish(self, block: Reduction | None) -> CallReport:
+    def finish(self, block: Survivors | None) -> CallReport:
         """Note the survivors of the call."""
         self.block = block
         return self
@@ -126,7 +132,7 @@ class CallReport:
 
     @property
     def token_layers(self) -> float:
-        """Mean share of the visual tokens over the decoder layers."""
+        """Mean share of the visual tokens over the layers of the decoder, or of an encoder that stands alone."""
         before = self.visual_tokens[0]
         if not self._layer_tokens or not before:
             return 1.0
@@ -213,8 +219,9 @@ class Summary:
         stages: visual tokens before and after each step of the last prefill.
         visual_tokens_before: visual tokens of all prefills.
         visual_tokens_after: those that survived the last step.
-        token_layers: mean share of visual tokens over the decoder layers, in the last prefill.
-        layer_lengths: sequence length that each decoder layer received in the last prefill.
+        token_layers: mean share of visual tokens over the layers of the decoder, or of an encoder that stands alone, in
+            the last call.
+        layer_lengths: sequence length that each of these layers received in the last call.
     """
 
     methods: list[dict[str, Any]]
@@ -251,7 +258,7 @@ class Summary:
         names = ", ".join(method["method"] for method in self.methods)
         lines = [f"tokred: {names} on {self.model_type}"]
         if not self.calls:
-            lines.append("no prefill with media yet: nothing was removed")
+            lines.append("no call with media yet: nothing was removed")
         else:
             header = ("stage", "method", "layer", "tokens before", "tokens after")
             rows = [

@@ -119,7 +119,11 @@ class ModelAdapter:
         """Return the sizes of a base model."""
         decoder: Any = base.get_submodule(self.decoder)
         tower: Any = () if self.tower_layers is None else base.get_submodule(self.tower_layers)
-        return ModelShape(len(decoder.layers), len(tower), self.projector is not None)
+        config: Any = base.config
+        features = None
+        if self.feature_layer is not None and Need.TOWER_KEYS in self.provides(config):
+            features = self.feature_layer(config) + 1
+        return ModelShape(len(decoder.layers), len(tower), self.projector is not None, features)
 
     def provides(self, config: Any) -> frozenset[Need]:
         """Return the observations that a model with this config can serve."""
