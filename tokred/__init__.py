@@ -7,7 +7,19 @@ from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
 from .registry import adapters, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, AdaptInfer, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, Uniform, VisionZip
+from .vision import (
+    DART,
+    AdaptInfer,
+    DivPrune,
+    FasterVLM,
+    FastV,
+    HiPrune,
+    PyramidDrop,
+    Random,
+    SparseVLM,
+    Uniform,
+    VisionZip,
+)
 
 __version__ = "0.1.0"
 
@@ -29,6 +41,7 @@ __all__ = [
     "PyramidDrop",
     "Random",
     "Selection",
+    "SparseVLM",
     "Stage",
     "Step",
     "Summary",

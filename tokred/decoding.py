@@ -11,7 +11,7 @@ from torch import nn
 
 from . import cache as caches
 from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
-from .call import Call, current_call
+from .call import Call, Opening, current_call
 from .errors import UnsupportedFamilyError, UnsupportedInputError
 from .hooks import Attachments, arguments_of
 from .layout import Span, place_items
@@ -114,6 +114,8 @@ class DecoderHooks:
                 call.report.add(stage, name, None, before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
+            if any(step.observes(Need.EMBEDDINGS) for _, step in self._plan.current()):
+                call.opening = Opening(moved["inputs_embeds"], call.block, call.spans)
         if self._sees_everything(call, held):
             call.active = False
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
@@ -300,6 +302,7 @@ class DecoderHooks:
             if index == self._last_site:
                 capturing.set(None)
                 call.capture.attention.clear()
+                call.opening = None
         if call.position_ids is not None:
             kwargs["position_embeddings"] = self._position_embeddings(call, index, hidden)
         kwargs["attention_mask"], call.valid_keys = layer_mask(call, self._decoder.config, index, hidden)

@@ -46,6 +46,9 @@ class Need(enum.StrEnum):
     (G, heads, T, T). Goes with `TEXT`."""
     LAYER_KEYS = "layer_keys"
     """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
+    EMBEDDINGS = "embeddings"
+    """What the decoder received of all the tokens that the items had when it began, (G, M, D) with M >= N, inside the
+    decoder; for the text, (G, T, D)."""
     NORMED_HIDDEN = "normed_hidden"
     """The model's final norm applied to the hidden states that enter the site, (G, N, D)."""
     TEXT = "text"

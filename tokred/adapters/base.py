@@ -49,7 +49,17 @@ def mask_cache_argument() -> str:
 
 def decoder_needs() -> frozenset[Need]:
     """The observations that every decoder of attention layers provides."""
-    return frozenset({Need.LAST_ROW, Need.NEXT_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS, Need.NORMED_HIDDEN, Need.TEXT})
+    return frozenset(
+        {
+            Need.LAST_ROW,
+            Need.NEXT_ROW,
+            Need.TEXT_ROWS,
+            Need.LAYER_KEYS,
+            Need.EMBEDDINGS,
+            Need.NORMED_HIDDEN,
+            Need.TEXT,
+        }
+    )
 
 
 Cells = Callable[[], torch.Tensor]

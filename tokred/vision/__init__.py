@@ -8,6 +8,7 @@ from .fastv import FastV
 from .hiprune import HiPrune
 from .pyramiddrop import PyramidDrop
 from .random import Random
+from .sparsevlm import SparseVLM
 from .uniform import Uniform
 from .visionzip import VisionZip
 
@@ -20,6 +21,7 @@ __all__ = [
     "HiPrune",
     "PyramidDrop",
     "Random",
+    "SparseVLM",
     "Uniform",
     "VisionZip",
 ]
