@@ -13,6 +13,7 @@ from tokred.adapters import grid_cells
 from tokred.errors import UndeclaredObservationError
 from tokred.layout import MediaItem, Span
 from tokred.report import CallReport
+from tokred.vision.corematching import affinity, core_tokens, elbow
 from tokred.vision.sparsevlm import merge_clusters, raters_of, recycle, relevance
 from tokred.vision.visionzip import zip_tokens
 
@@ -61,13 +62,14 @@ def _context(step, groups, length, text, total):
         Need.LAYER_KEYS: _noise(groups, length + text, 8),
         Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
         Need.EMBEDDINGS: _noise(groups, length + text, 8, seed=2),
+        Need.ACTIVE_NEURONS: _noise(groups, length + text, 16) > 0,
         Need.COLUMN_SUM: _noise(groups, length).softmax(-1),
         Need.GRID: grid_cells(1, 1, length).expand(groups, -1, -1),
     }
 
     def provide(observation, of_text):
         whole = made[observation.need]
-        if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN, Need.EMBEDDINGS):
+        if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN, Need.EMBEDDINGS, Need.ACTIVE_NEURONS):
             return whole[:, length:] if of_text else whole[:, :length]
         if observation.need is Need.TEXT_ROWS:
             return whole[..., length:] if of_text else whole[..., :length]
@@ -173,6 +175,72 @@ def test_pyramiddrop_halves_three_times():
 def test_pyramiddrop_refuses_layers(layers):
     with pytest.raises(tokred.errors.ParameterError, match="layers="):
         tokred.PyramidDrop(layers=layers)
+
+
+def test_corematching_counts_neurons_that_both_fire():
+    media = torch.tensor([[[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 0]], [[1, 1, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0]]]) > 0
+    query = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 1]]) > 0
+    assert affinity(media, query).tolist() == [[2, 0, 1], [3, 1, 1]]
+
+
+def test_corematching_keeps_what_is_above_the_elbow():
+    """The curve 9 8 3 2 1 lies farthest from the chord 9 7 5 3 1 at 3. In 5 5 5 5 1 that is the last 5, which no token
+    exceeds, and a flat curve has no elbow."""
+    score = torch.tensor([[2, 9, 1, 8, 3], [5, 1, 5, 5, 5], [4, 4, 4, 4, 4]])
+    place, value = elbow(score)
+    assert place.tolist() == [2, 3, 0]
+    assert value.tolist() == [3, 5, 4]
+    assert core_tokens(score).int().tolist() == [[0, 1, 0, 1, 0], [1, 0, 1, 1, 1], [1] * 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "query", "expected"), [(6, 5, [1, 3]), (3, 5, [0, 2]), (6, 1, [0, 1, 2, 3]), (0, 5, [0, 1, 2, 3])]
+)
+def test_corematching_asks_the_text_token_that_many_from_the_end(text, query, expected):
+    """Token 1 of the text fires neurons 1 and 3, token 0 neurons 0 and 2, the others none; visual token i neuron i."""
+    media = torch.eye(4, dtype=torch.bool)[None]
+    firing = torch.zeros(1, 6, 4, dtype=torch.bool)
+    firing[0, 1, [1, 3]] = firing[0, 0, [0, 2]] = True
+    method = tokred.CoreMatching(query=query)
+    assert method.count(4) is None
+    # The curve 1 1 0 0 has its elbow at the second token, whose score is the largest too.
+    assert method.survivors(media, firing[:, :text]).tolist() == [expected]
+    assert tokred.CoreMatching(query=query, num_tokens=2).survivors(media, firing[:, :text]).tolist() == [expected[:2]]
+
+
+def test_corematching_gives_items_of_one_length_different_numbers():
+    media = torch.zeros(2, 5, 9, dtype=torch.bool)
+    for item, score in enumerate([[2, 9, 1, 8, 3], [5, 1, 5, 5, 5]]):
+        for token, neurons in enumerate(score):
+            media[item, token, :neurons] = True
+    text = torch.ones(2, 5, 9, dtype=torch.bool)
+    assert tokred.CoreMatching().survivors(media, text).tolist() == [[1, 3, -1, -1], [0, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+def test_corematching_row_of_padded_batch_equals_single_run(family):
+    """Without a budget: every picture has its own elbow."""
+    model = tiny.BUILDERS[family]()
+    rows = [tiny.ONE_IMAGE, tiny.TWO_IMAGES]
+    with tokred.apply(model, "corematching", layer=2) as handle:
+        together = model(**tiny.inputs(family, rows)).logits[:, -1]
+        counts = handle.summary().stages[0].tokens_after
+        for index, row in enumerate(rows):
+            alone = model(**tiny.inputs(family, [row])).logits[0, -1]
+            stage = handle.summary().stages[0]
+            assert stage.tokens_after == [counts[index]]
+            assert 0 < counts[index] < stage.tokens_before[0]
+            torch.testing.assert_close(together[index], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [("corematching", {"layer": 0}), ("corematching", {"query": 0}), ("fastv", {"keep": None})],
+)
+def test_refused_parameters(method, parameters):
+    [name] = parameters
+    with pytest.raises(tokred.errors.ParameterError, match=f"{name}="):
+        tokred.methods()[method](**parameters)
 
 
 def test_sparsevlm_raters_look_more_like_the_picture_than_the_mean():

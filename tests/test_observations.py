@@ -1,11 +1,12 @@
 """What methods observe in towers, against the attention weights of the eager stock model."""
 
+import dataclasses
 import importlib
 
 import pytest
 import tiny
 import torch
-from probes import Positive
+from probes import Every2, Positive
 
 import tokred
 from tokred import Need
@@ -158,3 +159,58 @@ def test_embeddings_of_what_an_earlier_method_left(monkeypatch):
         expected = next(feature for feature in alive if len(feature) == media.shape[1])
         torch.testing.assert_close(media[0], expected, msg=str(index))
         assert torch.equal(behind[0], text)
+
+
+def _neurons_seen(monkeypatch, model, batch, *before):
+    """Return the active neurons of media and text that CoreMatching sees before layer 2, and the input of that FFN."""
+    seen, entered = [], []
+
+    def survivors(self, media, text):
+        seen.append((media, text))
+        return torch.arange(self.count(media.shape[1])).expand(len(media), -1)
+
+    monkeypatch.setattr(tokred.CoreMatching, "survivors", survivors)
+    ffn = model.model.language_model.layers[1].mlp
+    hook = ffn.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    with tokred.apply(model, [*before, tokred.CoreMatching(keep=0.5, layer=2)]):
+        model(**batch)
+    hook.remove()
+    [observed], [entering] = seen, entered
+    return *observed, entering
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_active_neurons_are_those_of_the_layer_before(family, padded, monkeypatch):
+    """The oracle computes the FFN of layer 1 from what the stock model gives it; four text tokens follow the image."""
+    batch = tiny.inputs(family, _rows(padded))
+    media, text, _ = _neurons_seen(monkeypatch, tiny.BUILDERS[family](), batch)
+    stock = tiny.BUILDERS[family]()
+    ffn = stock.model.language_model.layers[1].mlp
+    entered = []
+    ffn.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    stock(**batch)
+    active = _active(ffn, *entered)
+    assert 0.2 < active.float().mean() < 0.8
+    for row, ids in enumerate(batch["input_ids"]):
+        assert torch.equal(media[row], active[row, ids == tiny.IMAGE])
+        assert torch.equal(text[row], active[row, -4:])
+
+
+def test_active_neurons_of_what_an_earlier_method_left(monkeypatch):
+    model = tiny.llava()
+    media, text, entering = _neurons_seen(monkeypatch, model, tiny.inputs("llava", [tiny.ONE_IMAGE]), Every2())
+    active = _active(model.model.language_model.layers[1].mlp, entering)
+    # Three tokens, eight of the image, four behind it.
+    assert torch.equal(media, active[:, 3:11])
+    assert torch.equal(text, active[:, 11:])
+
+
+def _active(ffn, hidden):
+    return ffn.act_fn(ffn.gate_proj(hidden)) * ffn.up_proj(hidden) > 0
+
+
+def test_a_family_without_gated_ffn_provides_no_neurons():
+    adapter = dataclasses.replace(tokred.adapters()["llava"], ffn=None)
+    config = tiny.llava().config
+    assert tokred.adapters()["llava"].provides(config) - adapter.provides(config) == {Need.ACTIVE_NEURONS}

@@ -10,6 +10,7 @@ from .report import Summary, TraceToken
 from .vision import (
     DART,
     AdaptInfer,
+    CoreMatching,
     DivPrune,
     FasterVLM,
     FastV,
@@ -28,6 +29,7 @@ __all__ = [
     "AdaptInfer",
     "BudgetMethod",
     "Context",
+    "CoreMatching",
     "DivPrune",
     "FastV",
     "FasterVLM",

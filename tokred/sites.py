@@ -80,6 +80,7 @@ class Site:
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     attention: Callable[[int], nn.Module]
+    ffn: Callable[[int], nn.Module]
     call: Call
     step: Step
     hidden: torch.Tensor
@@ -118,6 +119,8 @@ class Site:
             seen, valid = self.ahead()
             rows = seen.all_rows(None if valid is None else valid.unsqueeze(1)).squeeze(2)
             return self._of_places(rows, places)
+        if need is Need.ACTIVE_NEURONS and self.step.layer is not None:
+            return self.call.capture.neurons[self.ffn(self.step.layer - 1)][self.samples.unsqueeze(1), places]
         if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW, Need.TEXT_ROWS):
             raise UndeclaredObservationError(f"{observation} cannot be observed at stage {self.step.stage}")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)][-1]

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tokred import DART, DivPrune, FastV, HiPrune, PyramidDrop, SparseVLM
+from tokred import DART, CoreMatching, DivPrune, FastV, HiPrune, PyramidDrop, SparseVLM
 from tokred.adapters import grid_cells
 from tokred.kernels import gather, topk_indices
 from tokred.observe import Seen
 from tokred.vision._common import attention_score, survivors
 from tokred.vision.adaptinfer import weighted_attention
+from tokred.vision.corematching import affinity, elbow
 from tokred.vision.sparsevlm import merge_clusters, rated_by_head, raters_of, relevance, strongest_heads
 from tokred.vision.visionzip import zip_tokens
 
@@ -26,7 +27,7 @@ ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
 LATER = {
     "vision": (
         3,
-        "corematching ficoco_l ficoco_v flowcut globalcom2 hired tome tome_vit_e2e zerotprune_wpr",
+        "ficoco_l ficoco_v flowcut globalcom2 hired tome tome_vit_e2e zerotprune_wpr",
     ),
     "video": (4, "dtd dycoke evs fastvid framefusion holitom llava_scissor prunevid vidcom2"),
     "diffusion": (
@@ -145,6 +146,17 @@ def _adaptinfer(given, params):
     return {"mask": mask} if params["keep_ratio"] else {"mask": mask, "score": score}
 
 
+def _corematching(given, params):
+    """The query is counted from the end of the text, which follows the image."""
+    active = given["active"].bool().unsqueeze(0)
+    start, stop = params["image_start"], params["image_start"] + params["image_length"]
+    media, text = active[:, start:stop], active[:, stop:]
+    score = affinity(media, text[:, -CoreMatching().query])
+    place, value = elbow(score)
+    kept = CoreMatching().survivors(media, text)[0]
+    return {"affinity": score[0], "elbow_index": place[0], "elbow_value": value[0], "kept": kept}
+
+
 # Budgets of the release for LLaVA, version 1: what is left after layers 2, 6 and 15.
 _SPARSEVLM = {192: {2: 300, 6: 200, 15: 110}, 64: {2: 66, 6: 30, 15: 17}}
 
@@ -181,6 +193,7 @@ def _visionzip(given, params):
 SYSTEMS = {
     "vision": {
         "adaptinfer": _adaptinfer,
+        "corematching": _corematching,
         "dart": _dart,
         "divprune": _divprune,
         "fastv": _fastv,

@@ -1,6 +1,7 @@
 """Methods for image tokens, one file each."""
 
 from .adaptinfer import AdaptInfer
+from .corematching import CoreMatching
 from .dart import DART
 from .divprune import DivPrune
 from .fastervlm import FasterVLM
@@ -15,6 +16,7 @@ from .visionzip import VisionZip
 __all__ = [
     "DART",
     "AdaptInfer",
+    "CoreMatching",
     "DivPrune",
     "FastV",
     "FasterVLM",

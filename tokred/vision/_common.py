@@ -39,6 +39,14 @@ def survivors(score: torch.Tensor, count: int) -> torch.Tensor:
     return topk_indices(score, count).sort(dim=-1).values
 
 
+def places_of(kept: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that are kept (G, N), ascending with -1 behind them, int64 of shape (G, k)."""
+    length = kept.shape[1]
+    places = torch.arange(length, device=kept.device).masked_fill(~kept, length).sort(dim=1).values
+    places = places[:, : int(kept.sum(dim=1).max())]
+    return places.masked_fill(places == length, -1)
+
+
 def _floor(x: float) -> int:
     """Round down what is no whole number but for the error of a power."""
     return math.floor(x + 1e-9)
