@@ -171,12 +171,15 @@ def test_right_padding_equals_single_run(family, probe):
 @every_pair
 def test_same_under_sdpa_and_eager(family, method):
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
-    results = []
+    results, kept = [], []
     for attention in ("sdpa", "eager"):
         model = tiny.BUILDERS[family](attention)
-        with tokred.apply(model, method, keep=0.4):
+        with tokred.apply(model, method, keep=0.4) as handle:
             results.append(_scores(_generate(model, batch)))
-    torch.testing.assert_close(*results, **TOLERANCE)
+            kept.append(surviving(handle))
+    assert torch.equal(*kept)
+    # The two kernels of the stock model alone differ by 6e-6 on these prompts.
+    torch.testing.assert_close(*results, atol=2e-5, rtol=1e-5)
 
 
 @every_family

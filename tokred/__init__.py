@@ -7,7 +7,21 @@ from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
 from .registry import adapters, encoders, methods, register_adapter, register_method
 from .report import Summary, TraceToken
-from .vision import DART, AdaptInfer, DivPrune, FasterVLM, FastV, HiPrune, PyramidDrop, Random, ToMe, Uniform, VisionZip
+from .vision import (
+    DART,
+    AdaptInfer,
+    CoreMatching,
+    DivPrune,
+    FasterVLM,
+    FastV,
+    HiPrune,
+    PyramidDrop,
+    Random,
+    SparseVLM,
+    ToMe,
+    Uniform,
+    VisionZip,
+)
 
 __version__ = "0.1.0"
 
@@ -16,6 +30,7 @@ __all__ = [
     "AdaptInfer",
     "BudgetMethod",
     "Context",
+    "CoreMatching",
     "DivPrune",
     "EncoderAdapter",
     "FastV",
@@ -30,6 +45,7 @@ __all__ = [
     "PyramidDrop",
     "Random",
     "Selection",
+    "SparseVLM",
     "Stage",
     "Step",
     "Summary",

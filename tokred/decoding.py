@@ -11,13 +11,13 @@ from torch import nn
 
 from . import cache as caches
 from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
-from .call import Call, current_call
+from .call import Call, Opening, current_call
 from .errors import UnsupportedFamilyError, UnsupportedInputError
 from .hooks import Attachments, arguments_of
 from .layout import Span, place_items
 from .masks import layer_mask, read_mask
 from .method import Method, Need, Stage, Step
-from .observe import Seen, capturing, seen_ahead, tap
+from .observe import Capture, Seen, capturing, seen_ahead, tap
 from .plan import Plan, policy_of
 from .positions import renumber
 from .reduction import Reduction
@@ -53,12 +53,26 @@ class DecoderHooks:
         attachments.before(self._decoder.rotary_emb, self._enter_rotary)
         for layer in self._layers:
             attachments.before(layer, self._enter_layer)
-        tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS)]
-        for before in sorted({step.layer - 1 for step in tapped if step.layer is not None}):
+        for before in self._layers_before(Need.LAST_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS):
             attachments.add(tap(self._attention(before)))
+        for before in self._layers_before(Need.ACTIVE_NEURONS):
+            attachments.before(self._ffn(before), self._enter_ffn)
+
+    def _layers_before(self, *needs: Need) -> list[int]:
+        """Return the layers before the sites of the steps that observe one of these needs."""
+        steps = [step for _, step in self._plan.steps if step.observes(*needs)]
+        return sorted({step.layer - 1 for step in steps if step.layer is not None})
 
     def _attention(self, layer: int) -> nn.Module:
         return self._layers[layer].get_submodule(self._adapter.attention)
+
+    def _ffn(self, layer: int) -> nn.Module:
+        return self._layers[layer].get_submodule(self._adapter.ffn)  # type: ignore[arg-type]
+
+    def _enter_ffn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        capture = capturing.get()
+        if capture is not None:
+            capture.neurons[module] = args[0] > 0
 
     def _enter_decoder(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = current_call.get()
@@ -115,6 +129,8 @@ class DecoderHooks:
                 call.report.add_encoding([(method.name, step) for method, step in steps], before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
+            if any(step.observes(Need.EMBEDDINGS) for _, step in self._plan.current()):
+                call.opening = Opening(moved["inputs_embeds"], call.block, call.spans)
         if self._sees_everything(call, held):
             call.active = False
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
@@ -261,7 +277,7 @@ class DecoderHooks:
         changed = None
         before = call.spans
         for bucket in buckets_of(call, method, step, hidden.device):
-            site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket, ahead)
+            site = Site(self._decoder.norm, self._attention, self._ffn, call, step, hidden, bucket, ahead)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
             kept[samples, places] = selection.mask(places.shape[1])
@@ -299,7 +315,7 @@ class DecoderHooks:
             kwargs |= moved
             if index == self._last_site:
                 capturing.set(None)
-                call.capture.attention.clear()
+                call.capture, call.opening = Capture(), None
         if call.position_ids is not None:
             kwargs["position_embeddings"] = self._position_embeddings(call, index, hidden)
         kwargs["attention_mask"], call.valid_keys = layer_mask(call, self._decoder.config, index, hidden)

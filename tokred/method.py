@@ -48,6 +48,12 @@ class Need(enum.StrEnum):
     (G, heads, T, T). Goes with `TEXT`."""
     LAYER_KEYS = "layer_keys"
     """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
+    ACTIVE_NEURONS = "active_neurons"
+    """Which neurons of the gated FFN in the decoder layer before the site are active, act(gate) * up > 0, bool
+    (G, N, neurons)."""
+    EMBEDDINGS = "embeddings"
+    """What the decoder received of all the tokens that the items had when it began, (G, M, D) with M >= N, inside the
+    decoder; for the text, (G, T, D)."""
     NORMED_HIDDEN = "normed_hidden"
     """The model's final norm applied to the hidden states that enter the site, (G, N, D)."""
     TEXT = "text"
@@ -324,13 +330,16 @@ class BudgetMethod(Method):
 
     scopes: ClassVar[tuple[str, ...]] = ("item", "total")
     """The scopes that the method knows."""
+    adaptive: ClassVar[bool] = False
+    """Whether `keep` may be None: without a budget the method finds the number of survivors by itself."""
     keep: float = 0.25
     num_tokens: int | None = None
     scope: str = "item"
     positions: str = "keep"
 
     def _validate(self) -> None:
-        if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
+        number = isinstance(self.keep, int | float) and math.isfinite(self.keep)
+        if not (number and 0 < self.keep <= 1) and not (self.adaptive and self.keep is None):
             raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
         if self.num_tokens is not None and (not isinstance(self.num_tokens, int) or self.num_tokens < 1):
             raise ParameterError(f"num_tokens={self.num_tokens!r} is not a positive integer")

@@ -149,6 +149,9 @@ class CallReport:
             places = positions.cpu()
             outer = torch.where(inner.cpu() < 0, -1, places.gather(1, inner.cpu().clamp(min=0)))
             targets[samples.cpu().unsqueeze(1), places] = outer
+            # What absorbed others before may have been absorbed now.
+            further = targets.gather(1, targets.clamp(min=0))
+            targets = torch.where((targets >= 0) & (further >= 0), further, targets)
         return targets
 
     def trace(self) -> list[list[TraceToken]]:
@@ -307,13 +310,13 @@ def draw_overlay(report: CallReport, image: Image, sample: int, item: int) -> Im
     if rows < 1 or columns < 1:
         raise UnsupportedInputError(f"the grid of item {item} is not known, so there is nothing to draw it on")
 
-    kept = {token.position for token in report.trace()[sample] if token.item == item}
+    kept = {token.position for token in report.trace()[sample]}
     targets = report.merged_into()[sample]
     scale = max(1, 448 // max(image.size))
     canvas = image.convert("RGB").resize((image.width * scale, image.height * scale), Images.Resampling.NEAREST)
     shade = Images.new("RGBA", canvas.size)
     draw = ImageDraw.Draw(shade)
-    absorbing = {int(targets[position]) for position in range(span.start, span.stop)} - {-1}
+    absorbing = {int(targets[position]) for position in range(span.start, span.stop)} & kept
     colours = {position: _COLOURS[index % len(_COLOURS)] for index, position in enumerate(sorted(absorbing))}
     for offset in range(span.length):
         _, view, row, column = cells[offset].tolist()

@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import tokred
-from tokred import DART, DivPrune, FastV, HiPrune, PyramidDrop, Selection
+from tokred import DART, CoreMatching, DivPrune, FastV, HiPrune, PyramidDrop, Selection, SparseVLM
 from tokred.adapters import grid_cells
 from tokred.kernels import gather, topk_indices
 from tokred.merging import Tokens
 from tokred.observe import Seen
 from tokred.vision._common import attention_score, survivors
 from tokred.vision.adaptinfer import weighted_attention
+from tokred.vision.corematching import affinity, elbow
+from tokred.vision.sparsevlm import merge_clusters, rated_by_head, raters_of, relevance, strongest_heads
 from tokred.vision.tome import merge, pair_tokens, pair_with_every, schedule
 from tokred.vision.visionzip import zip_tokens
 
@@ -29,7 +31,7 @@ ROOT = Path(os.environ.get("TOKRED_GOLDEN", Path(__file__).parent))
 LATER = {
     "vision": (
         3,
-        "corematching ficoco_l ficoco_v flowcut globalcom2 hired sparsevlm zerotprune_wpr",
+        "ficoco_l ficoco_v flowcut globalcom2 hired zerotprune_wpr",
     ),
     "video": (4, "dtd dycoke evs fastvid framefusion holitom llava_scissor prunevid vidcom2"),
     "diffusion": (
@@ -148,6 +150,42 @@ def _adaptinfer(given, params):
     return {"mask": mask} if params["keep_ratio"] else {"mask": mask, "score": score}
 
 
+def _corematching(given, params):
+    """The query is counted from the end of the text, which follows the image."""
+    active = given["active"].bool().unsqueeze(0)
+    start, stop = params["image_start"], params["image_start"] + params["image_length"]
+    media, text = active[:, start:stop], active[:, stop:]
+    score = affinity(media, text[:, -CoreMatching().query])
+    place, value = elbow(score)
+    kept = CoreMatching().survivors(media, text)[0]
+    return {"affinity": score[0], "elbow_index": place[0], "elbow_value": value[0], "kept": kept}
+
+
+# Budgets of the release for LLaVA, version 1: what is left after layers 2, 6 and 15.
+_SPARSEVLM = {192: {2: 300, 6: 200, 15: 110}, 64: {2: 66, 6: 30, 15: 17}}
+
+
+def _sparsevlm(given, params):
+    if "h_v" in given:
+        share = relevance(given["h_v"], given["h_t"])
+        return {"m": share, "raters": raters_of(share)[0].nonzero()[:, 0]}
+    if "x" in given:
+        return {"merged": merge_clusters(given["x"], params["clusters"])[1]}
+    if "attn" in given:
+        text = params["text_start"]
+        rows = given["attn"][:, :, text:, params["v_start"] : text]
+        raters = torch.zeros(1, rows.shape[2], dtype=torch.bool).index_fill_(1, given["raters_abs"] - text, True)
+        return {"head_idx": strongest_heads(rated_by_head(rows, raters), 14)[0]}
+    rows, length = given["attn_text_to_vis"], params["V"]
+    method = SparseVLM(num_tokens=_SPARSEVLM[params["retain"]][params["layer"]], heads=1.0, reference_exact=True)
+    count = method.step_count(1.0, length, length)
+    assert count == params["budget"]
+    raters = torch.zeros(1, params["text"], dtype=torch.bool).index_fill_(1, given["raters"], True)
+    score = method.rate(rows, raters)
+    mask = torch.zeros_like(score, dtype=torch.bool).scatter_(1, survivors(score, count), True)
+    return {"score": score, "mask": mask}
+
+
 def _visionzip(given, params):
     cls_row, hidden, keys = given["attn_cls"], given["hidden"], given["metric"]
     zipped = zip_tokens(cls_row[..., 1:], hidden[:, 1:], keys[:, 1:], params["dominant"], params["contextual"])
@@ -209,11 +247,13 @@ def _tome_vit_e2e(given, params):
 SYSTEMS = {
     "vision": {
         "adaptinfer": _adaptinfer,
+        "corematching": _corematching,
         "dart": _dart,
         "divprune": _divprune,
         "fastv": _fastv,
         "hiprune": _hiprune,
         "pyramiddrop": _pyramiddrop,
+        "sparsevlm": _sparsevlm,
         "tome": _tome,
         "tome_vit_e2e": _tome_vit_e2e,
         "visionzip": _visionzip,

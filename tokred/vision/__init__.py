@@ -1,6 +1,7 @@
 """Methods for image tokens, one file each."""
 
 from .adaptinfer import AdaptInfer
+from .corematching import CoreMatching
 from .dart import DART
 from .divprune import DivPrune
 from .fastervlm import FasterVLM
@@ -8,6 +9,7 @@ from .fastv import FastV
 from .hiprune import HiPrune
 from .pyramiddrop import PyramidDrop
 from .random import Random
+from .sparsevlm import SparseVLM
 from .tome import ToMe
 from .uniform import Uniform
 from .visionzip import VisionZip
@@ -15,12 +17,14 @@ from .visionzip import VisionZip
 __all__ = [
     "DART",
     "AdaptInfer",
+    "CoreMatching",
     "DivPrune",
     "FastV",
     "FasterVLM",
     "HiPrune",
     "PyramidDrop",
     "Random",
+    "SparseVLM",
     "ToMe",
     "Uniform",
     "VisionZip",

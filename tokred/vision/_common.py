@@ -39,6 +39,14 @@ def survivors(score: torch.Tensor, count: int) -> torch.Tensor:
     return topk_indices(score, count).sort(dim=-1).values
 
 
+def places_of(kept: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that are kept (G, N), ascending with -1 behind them, int64 of shape (G, k)."""
+    length = kept.shape[1]
+    places = torch.arange(length, device=kept.device).masked_fill(~kept, length).sort(dim=1).values
+    places = places[:, : int(kept.sum(dim=1).max())]
+    return places.masked_fill(places == length, -1)
+
+
 def _floor(x: float) -> int:
     """Round down what is no whole number but for the error of a power."""
     return math.floor(x + 1e-9)
@@ -59,6 +67,8 @@ class StagedMethod(BudgetMethod):
 
     depths: ClassVar[tuple[float, ...]]
     """The released layers as shares of the decoder's depth."""
+    released: ClassVar[tuple[float, ...]] = ()
+    """Shares that a released table leaves: the shape of the schedule for as many steps; others are geometric."""
     needs: ClassVar[frozenset[Need]]
     """What the score observes."""
     layers: tuple[int, ...] | None = None
@@ -80,7 +90,9 @@ class StagedMethod(BudgetMethod):
 
     def exponents(self, steps: int) -> tuple[float, ...]:
         """Return the power of `keep` that is left after each of so many steps: ascending, the last one 1."""
-        return tuple((step + 1) / steps for step in range(steps))
+        if steps != len(self.released):
+            return tuple((step + 1) / steps for step in range(steps))
+        return tuple(math.log(share) / math.log(self.released[-1]) for share in self.released)
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         layers = self.layers
@@ -101,8 +113,12 @@ class StagedMethod(BudgetMethod):
 
     def step_count(self, exponent: float, total: int, length: int) -> int:
         """Return how many of `length` tokens, of `total` in the prompt, survive the step with this exponent."""
+        return min(length, max(self.count(total), self.scheduled(exponent, total)))
+
+    def scheduled(self, exponent: float, total: int) -> int:
+        """Return how many of the `total` tokens in the prompt the step with this exponent leaves, rounded down."""
         left = self.keep if self.num_tokens is None else min(1.0, self.num_tokens / total)
-        return min(length, max(self.count(total), _floor(total * left**exponent)))
+        return _floor(total * left**exponent)
 
     def _select(self, exponent: float, context: Context) -> Selection:
         score = self.score(context)
