@@ -42,7 +42,7 @@ device:
 $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1
-	$(BIN)/python -m pip install --quiet --editable ".[transformers,evals,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[transformers,vision,evals,dev]"
 	rm -f .venv/ready-*
 	touch $@
 

@@ -31,7 +31,7 @@ from tokred.adapters.base import cache_argument, mask_cache_argument
 from tokred.errors import ParameterError, TokredError
 from tokred.registry import build_method
 
-from .measure import Clock, bootstrap, interleave, machine, median, pin_threads, twin
+from .measure import Clock, bootstrap, interleave, machine, median, now, pin_threads, place, twin
 
 BAR_MEDIAN, BAR_ROW, BAR_ROW_UPPER = 0.95, 0.92, 0.95
 """The median over all rows; the median of one row; the upper end of one row's interval."""
@@ -82,6 +82,23 @@ class BenchModel:
     projector: str | None
     language: str
     about: str
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> BenchModel:
+        """Move the model and its inputs to a device, and their floating-point numbers to a dtype."""
+        self.model.to(device, dtype)
+        for name, value in self.inputs.items():
+            self.inputs[name] = value.to(device, dtype if value.is_floating_point() else None)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self.model.parameters()).dtype
 
     @property
     def is_visual(self) -> torch.Tensor:
@@ -368,7 +385,9 @@ class Arm:
     bench: BenchModel
     model: nn.Module
     touched: Touched
-    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.bench.device)
 
     def watch(self) -> None:
         """Put the clock on the tower and on the modules whose time stays in."""
@@ -384,9 +403,9 @@ class Arm:
     def prefill(self) -> dict[str, float]:
         """Run one prefill and return the seconds of decoder prefill and, by path, of the tapped modules."""
         self.clock.take()
-        start = time.perf_counter()
+        start = now(self.bench.device)
         self.model(**self.bench.inputs, logits_to_keep=1, use_cache=True)
-        total = time.perf_counter() - start
+        total = now(self.bench.device) - start
         seconds = self.clock.take()
         result = {key.removeprefix("tapped:"): value for key, value in seconds.items() if key.startswith("tapped:")}
         hooks = sum(seconds[f"outer:{path}"] - seconds[f"inner:{path}"] for path in self.touched.hooked)
@@ -448,13 +467,15 @@ class Ideal:
         self.rows = None if recording.rows is None else recording.rows[:, : lengths.projector].contiguous()
         self.language = bench.model.get_submodule(bench.language)
         width = self.language.config.hidden_size
-        self.hidden = {length: torch.randn(1, length, width) for length in lengths.layers}
+        self.hidden = {
+            length: torch.randn(1, length, width, device=bench.device, dtype=bench.dtype) for length in lengths.layers
+        }
         self.embeddings = {length: self._rotary(length) for length in lengths.layers[1:]}
         self.cache_argument = cache_argument(self.language.layers[0].forward)
 
     def _positions(self, length: int) -> torch.Tensor:
         """Return position ids in the form that the decoder's rotary embedding takes."""
-        positions = torch.arange(length).unsqueeze(0)
+        positions = torch.arange(length, device=self.bench.device).unsqueeze(0)
         return positions if self.bench.name == "llava" else positions.expand(3, 1, -1)
 
     def _rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -468,7 +489,7 @@ class Ideal:
         from transformers.masking_utils import create_causal_mask
 
         bench, language = self.bench, self.language
-        start = time.perf_counter()
+        start = now(self.bench.device)
         for module, args, kwargs in self.tapped:
             module(*args, **kwargs)
         if self.rows is not None:
@@ -483,7 +504,7 @@ class Ideal:
                 image_grid_thw=bench.inputs["image_grid_thw"],
                 attention_mask=bench.inputs["attention_mask"],
             )
-        middle = time.perf_counter()
+        middle = now(self.bench.device)
         cache = DynamicCache(config=language.config)
         first = self.lengths.layers[0]
         hidden = self.hidden[first]
@@ -507,7 +528,7 @@ class Ideal:
                 **{self.cache_argument: cache},
             )
         bench.model.lm_head(language.norm(hidden)[:, -1:])
-        end = time.perf_counter()
+        end = now(self.bench.device)
         return {"all": end - start, "decoder": end - middle}
 
 
@@ -533,24 +554,52 @@ class ShortInput:
         self.encoded = {"image": BaseModelOutputWithPooling(pooler_output=[features])}
         self.positions = {}
         if bench.name != "llava":
-            self.positions["position_ids"] = torch.arange(ids.shape[1]).expand(3, 1, -1)
+            self.positions["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1)
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Run one prefill and return the seconds in all and those of the model call alone."""
-        start = time.perf_counter()
+        start = now(self.bench.device)
         if self.rows is not None:
             self.bench.model.get_submodule(self.bench.projector)(self.rows)
-        middle = time.perf_counter()
+        middle = now(self.bench.device)
         self.bench.model(
             **self.prompt, **self.positions, mm_encoder_outputs=dict(self.encoded), logits_to_keep=1, use_cache=True
         )
-        end = time.perf_counter()
+        end = now(self.bench.device)
         return {"all": end - start, "decoder": end - middle}
 
     def decode(self) -> list[float]:
         """Return the seconds of each decode step after a natively short prefill."""
         return decode_steps(self.bench.model, self.prompt | {"mm_encoder_outputs": dict(self.encoded)})
+
+
+class SameCache:
+    """The stock model on a cache whose layers hold as many keys as a method leaves in each.
+
+    Args:
+        bench: the stock model.
+        layers: number of keys by layer.
+    """
+
+    def __init__(self, bench: BenchModel, layers: list[int]):
+        self.bench = bench
+        config = bench.model.get_submodule(bench.language).config
+        heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        self.keys = [torch.randn(1, heads, length, width, device=bench.device, dtype=bench.dtype) for length in layers]
+        self.config = config
+        # The prompt is text as long as the first layer's keys, and one token more.
+        ids = bench.inputs["input_ids"][:, :1].expand(1, layers[0] + 1).contiguous()
+        self.prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self) -> list[float]:
+        """Return the seconds of each decode step."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.config)
+        for index, keys in enumerate(self.keys):
+            cache.update(keys, keys, index)
+        return decode_steps(self.bench.model, self.prompt | {cache_argument(self.bench.model.forward): cache})
 
 
 class _Stopwatch:
@@ -586,6 +635,7 @@ class Setting:
     token_layers: float
     ideal: Ideal
     short: ShortInput
+    same_cache: SameCache
 
     @property
     def acts_before_decoder(self) -> bool:
@@ -611,7 +661,8 @@ def _attach(bench: BenchModel, recording: Recording, method: str, keep: float) -
     record_arguments(bench, recording, touched.tapped)
     ideal = Ideal(bench, recording, lengths, touched.tapped)
     short = ShortInput(bench, recording, lengths.layers[-1] - bench.text)
-    return Setting(method, keep, arm, handle, lengths, token_layers, ideal, short)
+    same_cache = SameCache(bench, lengths.layers)
+    return Setting(method, keep, arm, handle, lengths, token_layers, ideal, short, same_cache)
 
 
 def measure_model(
@@ -622,6 +673,7 @@ def measure_model(
     rounds: int,
     smoke: bool,
     seed: int,
+    where: tuple[torch.device, torch.dtype],
     progress: Callable[[int, str], Callable[[], Any]],
 ) -> dict[str, Any]:
     """Measure every method at every keep ratio on one benchmark model.
@@ -633,6 +685,7 @@ def measure_model(
         rounds: number of rounds.
         smoke: use the tiny model.
         seed: seed of the weights, the inputs and the order of the runs.
+        where: device and dtype of the model.
         progress: takes the number of runs and what they are, returns what to call after each.
 
     Returns:
@@ -640,7 +693,7 @@ def measure_model(
         reason, and `about` the model.
     """
     torch.manual_seed(seed)
-    bench = MODELS[name](smoke)
+    bench = MODELS[name](smoke).to(*where)
     recording = record(bench)
     settings: list[Setting] = []
     refused: dict[str, str] = {}
@@ -672,6 +725,7 @@ def measure_model(
     for index, setting in enumerate(settings):
         steps["tokred", index] = functools.partial(decode_steps, setting.arm.model, bench.inputs)
         steps["short", index] = setting.short.decode
+        steps["same", index] = setting.same_cache.decode
     for step in steps.values():
         step()
     decode_rounds = max(2, rounds // 3)
@@ -717,6 +771,7 @@ def _row(
     }
     decode = [median(steps) * 1e3 for steps in decoded["tokred", index]]
     decode_short = [median(steps) * 1e3 for steps in decoded["short", index]]
+    decode_same = [median(steps) * 1e3 for steps in decoded["same", index]]
     ideal_over_short = None
     if setting.acts_before_decoder:
         ideal_over_short = median(
@@ -731,6 +786,8 @@ def _row(
         "decode_ms": median(decode),
         "decode_short_ms": median(decode_short),
         "decode_over_short": bootstrap([d / s for d, s in zip(decode, decode_short, strict=True)]),
+        "decode_same_cache_ms": median(decode_same),
+        "decode_over_same_cache": bootstrap([d / s for d, s in zip(decode, decode_same, strict=True)]),
         "ideal_over_short_decoder": ideal_over_short,
         "tapped_tower_modules": setting.arm.touched.tapped,
         "rounds": {"stock_ms": stock, "tokred_ms": reached, "ideal_ms": ideal, "short_input_ms": short},
@@ -747,6 +804,8 @@ def bench_prefill(
     smoke: bool,
     seed: int,
     threads: int | None,
+    device: str,
+    dtype: str,
     progress: Callable[[int, str], Callable[[], Any]],
 ) -> dict[str, Any]:
     """Measure decoder prefill on the benchmark models.
@@ -759,13 +818,15 @@ def bench_prefill(
         smoke: use tiny models, to test the benchmark itself.
         seed: seed of weights, inputs and order.
         threads: number of compute threads, None for one per core.
+        device: torch device.
+        dtype: a key of `measure.DTYPES`.
         progress: takes a number of runs and what they are, returns what to call after each.
 
     Returns:
         `rows`, `details`, `refused` and `about` by model, the `verdict`, and the `machine`.
 
     Raises:
-        ParameterError: a model, method or ratio is not known or not allowed.
+        ParameterError: a model, method, ratio, dtype or device is not known or not allowed.
     """
     for name in models:
         if name not in MODELS:
@@ -777,15 +838,32 @@ def bench_prefill(
         raise ParameterError(f"rounds={rounds} is not at least 1")
     if threads is not None and threads < 1:
         raise ParameterError(f"threads={threads} is not at least 1")
+    where = place(device, dtype)
     pin_threads(threads)
     result: dict[str, Any] = {"rows": [], "details": [], "refused": {}, "about": {}}
     for name in models:
-        measured = measure_model(name, methods, keeps, rounds=rounds, smoke=smoke, seed=seed, progress=progress)
+        measured = measure_model(
+            name,
+            methods,
+            keeps,
+            rounds=rounds,
+            smoke=smoke,
+            seed=seed,
+            where=where,
+            progress=progress,
+        )
         result["rows"] += measured["rows"]
         result["details"] += measured["details"]
         result["refused"][name] = measured["refused"]
         result["about"][name] = measured["about"]
-    result["settings"] = {"rounds": rounds, "smoke": smoke, "seed": seed, "dtype": "float32", "batch": 1}
+    result["settings"] = {
+        "rounds": rounds,
+        "smoke": smoke,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "batch": 1,
+    }
     result["verdict"] = verdict(result["rows"], result["details"], rounds)
     result["machine"] = machine()
     return result

@@ -288,11 +288,6 @@ def demo(
     _run_eval(Plan(questions=questions, budget_s=budget), out, False, None)
 
 
-@bench_app.callback()
-def _bench() -> None:
-    """Keeps `prefill` a command of its own, also while it is the only one."""
-
-
 @bench_app.command("prefill")
 @_clean_errors
 def bench_prefill(
@@ -305,6 +300,8 @@ def bench_prefill(
     rounds: Annotated[int | None, typer.Option(help="Rounds; 15 by default, 2 with --smoke.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; one per core by default.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and order.")] = 0,
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     smoke: Annotated[bool, typer.Option(help="Tiny models: tests the benchmark, not the speed.")] = False,
 ) -> None:
     """Measure how much of the speed that a shorter sequence permits is reached in decoder prefill."""
@@ -318,6 +315,8 @@ def bench_prefill(
         smoke=smoke,
         seed=seed,
         threads=threads,
+        device=device,
+        dtype=dtype,
         progress=_progress,
     )
     console = _console()
@@ -329,6 +328,36 @@ def bench_prefill(
     if json_file is not None:
         beside = bench.write_json(result, json_file)
         console.print(f"wrote {json_file} and {beside}", markup=False)
+
+
+@bench_app.command("kernels")
+@_clean_errors
+def bench_kernels(
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+    tokens: Annotated[str, typer.Option(help="Numbers of visual tokens, separated by commas.")] = "576,2880",
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 15,
+    threads: Annotated[int | None, typer.Option(help="Compute threads; one per core by default.")] = None,
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Time the operations under the methods, each beside what one would write without it."""
+    from . import kernels
+
+    result = kernels.bench_kernels(
+        _numbers(tokens, int, "--tokens"),
+        rounds=rounds,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+        progress=_progress,
+    )
+    console = _console()
+    console.print(kernels.kernels_table(result))
+    console.print(f"threads: {result['machine']['threads']}; {allocator_note()}")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {json_file}", markup=False)
 
 
 MEASURING = ("eval", "demo", "bench")

@@ -25,7 +25,7 @@ import tokred
 from tokred.errors import ParameterError, TokredError
 from tokred.registry import build_method
 
-from .measure import bootstrap, interleave, machine, median, synchronize, twin, wilson
+from .measure import DTYPES, bootstrap, interleave, machine, median, now, place, twin, wilson
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +38,6 @@ MIN_QUESTIONS = 64
 SPEED_SHARE = 0.3
 """Share of a time budget that goes into latency instead of answers."""
 MIN_SPEED_ROUNDS, MAX_SPEED_ROUNDS = 5, 15
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Plan:
         questions: number of held-out questions.
         batch: batch size of answers and of the first latency column.
         device: torch device.
-        dtype: a key of `DTYPES`.
+        dtype: a key of `measure.DTYPES`.
         seeds: seeds of the methods that have one.
         budget_s: seconds that the run may take on this machine; fewer questions are asked if they would not fit.
             None asks all of them.
@@ -93,8 +92,7 @@ class Plan:
         """Raise `ParameterError` for a value that is not allowed."""
         if self.task not in TASKS:
             raise ParameterError(f"unknown task {self.task!r}; there are {', '.join(TASKS)}")
-        if self.dtype not in DTYPES:
-            raise ParameterError(f"unknown dtype {self.dtype!r}; there are {', '.join(DTYPES)}")
+        place(self.device, self.dtype)
         for name in ("questions", "batch"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name}={getattr(self, name)} is not at least 1")
@@ -104,10 +102,6 @@ class Plan:
         for method in self.methods:
             for keep in self.keeps:
                 build_method(method, {"keep": keep})
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ParameterError(f"device {self.device!r} is not usable: {error}") from error
 
 
 def _scene_questions(count: int) -> list[Question]:
@@ -169,7 +163,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "float32") -> tuple[
     Args:
         path: a folder, or a name that transformers resolves.
         device: torch device.
-        dtype: a key of `DTYPES`.
+        dtype: a key of `measure.DTYPES`.
 
     Returns:
         The model in evaluation mode and the processor, which pads on the left.
@@ -314,11 +308,9 @@ def _run_setting(plan: Plan, material: Material, method: str, keep: float, tick:
 @torch.no_grad()
 def _prefill_ms(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     """Return the milliseconds of one prefill, tower included."""
-    synchronize(model.device)
-    start = time.perf_counter()
+    start = now(model.device)
     model(**inputs, logits_to_keep=1, use_cache=True)
-    synchronize(model.device)
-    return (time.perf_counter() - start) * 1e3
+    return (now(model.device) - start) * 1e3
 
 
 def _latency(

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tokred.errors import ParameterError
+
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "20000000000",
@@ -26,6 +28,7 @@ ALLOCATOR = {
 }
 """glibc settings that keep large tensors on the heap: otherwise every operation pays for fresh pages."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RESAMPLES = 2000
 Z95 = 1.959963984540054
 
@@ -110,19 +113,47 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
+def place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Return a device and a dtype by their names.
+
+    Args:
+        device: torch device.
+        dtype: a key of `DTYPES`.
+
+    Raises:
+        ParameterError: there is no such dtype, or the device cannot be used.
+    """
+    if dtype not in DTYPES:
+        raise ParameterError(f"unknown dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    try:
+        return torch.empty(0, device=device).device, DTYPES[dtype]
+    except (RuntimeError, AssertionError) as error:
+        raise ParameterError(f"device {device!r} is not usable: {error}") from error
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
+def now(device: torch.device) -> float:
+    """Return the seconds on a clock once everything that was sent to the device so far is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
 class Clock:
     """Adds up the seconds spent in watched modules during one call.
 
     The hooks must be added after those of the code under test, since their place among them decides what is counted.
+
+    Args:
+        device: where the modules run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
         self._handles: list[Any] = []
 
@@ -137,10 +168,10 @@ class Clock:
         starts: list[float] = []
 
         def enter(module: nn.Module, args: Any) -> None:
-            starts.append(time.perf_counter())
+            starts.append(now(self.device))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self.seconds[key] += time.perf_counter() - starts.pop()
+            self.seconds[key] += now(self.device) - starts.pop()
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=with_hooks))
         self._handles.append(module.register_forward_hook(leave, prepend=not with_hooks))

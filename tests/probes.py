@@ -71,8 +71,8 @@ PROBES = {
     "three": [Every2(), Every2(site=1), Every2(site=3)],
 }
 
-# Methods that look through a tower's CLS token, which the towers of Qwen do not have.
-NEEDS_CLS = ("fastervlm", "prumerge", "scope", "visionzip", "vispruner")
+# Methods that look at a tower's CLS token or merge in blocks of all patches, neither of which the towers of Qwen have.
+NEEDS_CLS = ("fastervlm", "prumerge", "scope", "tome", "visionzip", "vispruner")
 
 # Methods before the projector whose images decide how many tokens they keep.
 ADAPTIVE = (PruMerge(neighbours=4), PruMerge(neighbours=4, plus=True))

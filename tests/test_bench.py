@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch
-from tokred_evals import bench, cli, measure
+from tokred_evals import bench, cli, kernels, measure
 from torch import nn
 from typer.testing import CliRunner
 
-import tokred
+import tokred.kernels
+from tokred.adapters.base import cache_argument
 
 METHODS = "random,uniform,divprune,dart,fastv,visionzip"
 
@@ -59,7 +60,7 @@ def test_token_layers_follow_from_the_lengths(smoke_run):
 
 def test_output_states_the_bar_and_that_a_smoke_run_proves_nothing(smoke_run):
     text, _, _ = smoke_run
-    for part in ("allocator", "threads: 1", "bar: median over rows >= 0.95", "smoke run", "decode against", "short"):
+    for part in ("allocator", "threads: 1", "bar: median over rows >= 0.95", "smoke run", "decode against", "same"):
         assert part in text
 
 
@@ -122,6 +123,47 @@ def test_short_input_really_is_short():
     assert len(short.decode()) == bench.DECODE_TOKENS - 1
 
 
+@pytest.mark.parametrize("name", list(bench.MODELS))
+def test_the_stock_model_decodes_on_a_cache_of_given_lengths(name):
+    model = bench.MODELS[name](True)
+    lengths = [9, 9, 5, 3]
+    cached = bench.SameCache(model, lengths)
+    seen = []
+    for layer in model.model.get_submodule(model.language).layers:
+
+        def note(module, args, kwargs):
+            held = kwargs[cache_argument(module.forward)]
+            seen.append((args[0].shape[1], held.layers[module.self_attn.layer_idx].get_seq_length()))
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    assert len(cached.decode()) == bench.DECODE_TOKENS - 1
+    assert seen[:4] == [(1, length) for length in lengths]
+    assert seen[-4:] == [(1, length + bench.DECODE_TOKENS - 1) for length in lengths]
+
+
+def test_operations_stand_beside_a_peer_that_computes_the_same(tmp_path):
+    before = torch.get_num_threads()
+    path = tmp_path / "new" / "kernels.json"
+    arguments = ["bench", "kernels", "--tokens", "8", "--rounds", "2", "--threads", "1", "--json", str(path)]
+    ran = CliRunner().invoke(cli.app, arguments)
+    torch.set_num_threads(before)
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads(path.read_text())["rows"]
+    made = kernels.cases(8, (torch.device("cpu"), torch.float32))
+    assert [row["operation"] for row in rows] == list(made) == sorted(tokred.kernels.__all__)
+    assert all(row["ms"] > 0 and row["peer_ms"] > 0 and row["peer"] in ran.stdout for row in rows)
+    for name, (_, ours, peer, given) in made.items():
+        expected = peer(*given)
+        torch.testing.assert_close(ours(*given), expected[1] if name == "topk_indices" else expected)
+
+
+@pytest.mark.parametrize("arguments", [["--tokens", "3"], ["--rounds", "0"]])
+def test_bad_input_of_the_kernel_bench_is_one_line(arguments):
+    ran = CliRunner().invoke(cli.app, ["bench", "kernels", *arguments])
+    assert ran.exit_code == 2
+    assert len(ran.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +172,8 @@ def test_short_input_really_is_short():
         (["--keep", "0"], "keep=0"),
         (["--keep", "half"], "--keep 'half'"),
         (["--rounds", "0"], "rounds=0"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--device", "nope"], "device 'nope' is not usable"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
@@ -191,7 +235,7 @@ def test_twin_shares_weights_and_nothing_else():
 def test_clock_tells_hooks_from_the_forward():
     module = nn.Identity()
     module.register_forward_pre_hook(lambda module, args: time.sleep(0.006))
-    clock = measure.Clock()
+    clock = measure.Clock(torch.device("cpu"))
     clock.watch(module, "outer", with_hooks=True)
     clock.watch(module, "inner", with_hooks=False)
     module(torch.zeros(1))

@@ -246,5 +246,5 @@ def test_method_registration():
 
     with pytest.raises(tokred.errors.RegistrationError, match="registered already"):
         tokred.register_method(Clash)
-    with pytest.raises(tokred.errors.RegistrationError, match=r"not a tokred\.adapters"):
+    with pytest.raises(tokred.errors.RegistrationError, match=r"neither a tokred\.adapters"):
         tokred.register_adapter("llava")

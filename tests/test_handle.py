@@ -11,6 +11,7 @@ from PIL import Image
 from probes import Every2
 
 import tokred
+from tokred.encoding import _Encoded
 
 
 @pytest.mark.parametrize("method", tokred.methods().values(), ids=tokred.methods())
@@ -54,6 +55,53 @@ def test_apply_takes_a_recipe(tmp_path):
             tokred.apply(model, str(recipe))
     with pytest.raises(tokred.errors.ParameterError, match="cannot be read"):
         tokred.apply(model, str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_a_step_on_the_features_sees_what_one_before_the_projector_left(family):
+    model = tiny.BUILDERS[family]()
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
+    media = {name: batch[name] for name in ("pixel_values", "image_sizes") if name in batch}
+    zipped, diverse = tokred.VisionZip(keep=0.5), tokred.DivPrune(keep=0.5)
+    with tokred.apply(model, zipped):
+        encoded = model.model.get_image_features(**media, return_dict=True).pooler_output
+    lengths, left, expected = [], [], []
+    for feature in encoded:
+        places = (~feature[:, 0].isnan()).nonzero()[:, 0]
+        picks = diverse.picks(feature[places][None])[0]
+        lengths.append(len(feature))
+        left.append(len(places))
+        expected.append(places[picks.sort().values].tolist())
+    with tokred.apply(model, [zipped, diverse]) as handle:
+        encoded = model.model.get_image_features(**media, return_dict=True).pooler_output
+        assert [(~feature[:, 0].isnan()).nonzero()[:, 0].tolist() for feature in encoded] == expected
+        model(**batch)
+        stages = handle.summary().stages
+    kept = [len(places) for places in expected]
+    assert [stage.stage for stage in stages] == ["projector", "features"]
+    for stage, before, after in zip(stages, (lengths, left), (left, kept), strict=True):
+        assert stage.tokens_before == [before[0], before[1] + before[2]]
+        assert stage.tokens_after == [after[0], after[1] + after[2]]
+
+
+def test_an_inert_step_while_media_are_encoded_is_listed_too():
+    model = tiny.llava()
+    with tokred.apply(model, [tokred.VisionZip(keep=1.0), tokred.DivPrune(keep=0.5)]) as handle:
+        model(**tiny.inputs("llava", [tiny.ONE_IMAGE]))
+        counts = [(stage.method, stage.tokens_before, stage.tokens_after) for stage in handle.summary().stages]
+    assert counts == [("visionzip", [16], [16]), ("divprune", [16], [8])]
+
+
+def test_a_merged_token_follows_the_one_that_absorbed_it():
+    item = _Encoded(torch.arange(5.0)[:, None])
+    item.reduce(torch.tensor([0, 2, 4]), item.rows[[0, 2, 4]], torch.tensor([-1, 0, -1, 4, -1]))
+    # Of the three that are left, the first goes into the last.
+    item.reduce(torch.tensor([1, 2, -1]), torch.tensor([[2.0], [9.0], [0.0]]), torch.tensor([2, -1, -1]))
+    assert item.merged_into.tolist() == [4, 4, -1, 4, -1]
+    assert item.positions.tolist() == [2, 4]
+    assert item.left == [3, 2]
+    assert item.feature[[2, 4], 0].tolist() == [2.0, 9.0]
+    assert item.feature[[0, 1, 3], 0].isnan().all()
 
 
 def test_summary_counts_tokens_layers_and_calls():

@@ -101,6 +101,21 @@ def test_decode_equals_masking_with_every_method(family, method, attention):
         _check_decode(model, family, kind(keep=0.4, scope=scope))
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_methods_inside_the_tower_before_and_inside_the_decoder_compose(family):
+    methods = [tokred.FastV(keep=0.5), tokred.DivPrune(keep=0.5), tokred.ToMe(keep=0.5)]
+    model = tiny.BUILDERS[family]()
+    _check_decode(model, family, methods)
+    with tokred.apply(model, methods) as handle:
+        model(**tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES]))
+        summary = handle.summary()
+    assert [stage.stage for stage in summary.stages] == ["encoder_block", "features", "decoder_layer"]
+    for earlier, later in zip(summary.stages, summary.stages[1:]):
+        assert earlier.tokens_after == later.tokens_before
+    if family == "llava":
+        assert [stage.tokens_after for stage in summary.stages] == [[8, 16], [4, 8], [2, 4]]
+
+
 def _check_decode(model, family, method):
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
     valid = batch["attention_mask"].bool()
@@ -177,12 +192,15 @@ def test_right_padding_equals_single_run(family, probe):
 @every_pair
 def test_same_under_sdpa_and_eager(family, method):
     batch = tiny.inputs(family, [tiny.ONE_IMAGE, tiny.TWO_IMAGES])
-    results = []
+    results, kept = [], []
     for attention in ("sdpa", "eager"):
         model = tiny.BUILDERS[family](attention)
-        with tokred.apply(model, method, keep=0.4):
+        with tokred.apply(model, method, keep=0.4) as handle:
             results.append(_scores(_generate(model, batch)))
-    torch.testing.assert_close(*results, **TOLERANCE)
+            kept.append(surviving(handle))
+    assert torch.equal(*kept)
+    # The two kernels of the stock model alone differ by 6e-6 on these prompts.
+    torch.testing.assert_close(*results, atol=2e-5, rtol=1e-5)
 
 
 @every_family
@@ -399,5 +417,5 @@ def test_methods_on_different_stages_compose(family):
 
 @pytest.mark.parametrize("method", NEEDS_CLS)
 def test_refused_without_cls_token(method):
-    with pytest.raises(UnsupportedFamilyError, match="cls_row"):
+    with pytest.raises(UnsupportedFamilyError, match="does not provide"):
         tokred.apply(tiny.qwen2_5_vl(), method)

@@ -1,15 +1,20 @@
 """Properties of single methods that no golden file pins."""
 
 import math
+from functools import partial
 
 import pytest
 import tiny
 import torch
 
 import tokred
-from tokred import Context, Need, Observation
+from tokred import Context, Need, Observation, Stage
 from tokred.adapters import grid_cells
 from tokred.errors import UndeclaredObservationError
+from tokred.layout import MediaItem, Span
+from tokred.report import CallReport
+from tokred.vision.corematching import affinity, core_tokens, elbow
+from tokred.vision.sparsevlm import merge_clusters, raters_of, recycle, relevance
 from tokred.vision.visionzip import zip_tokens
 
 
@@ -17,28 +22,37 @@ def _noise(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+# Every method, and settings that count in another way.
+SETTINGS = dict(sorted(tokred.methods().items())) | {"sparsevlm recycling": partial(tokred.SparseVLM, recycle=True)}
+
+
 @pytest.mark.parametrize("keep", [0.01, 0.1, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 37])
-@pytest.mark.parametrize("method", sorted(tokred.methods()))
-def test_every_method_keeps_its_budget(method, length, keep):
-    built = tokred.methods()[method](keep=keep)
-    count = built.count(length)
-    assert count == min(length, max(1, round(keep * length)))
-    if count == length:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_method_keeps_its_budget(setting, length, keep):
+    built = SETTINGS[setting](keep=keep)
+    wanted = min(length, max(1, round(keep * length)))
+    if wanted == length:
+        assert built.count(length) == length
         return
     groups, text, left = 2, 3, length
-    for step in built.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True)):
+    steps = built.plan(tokred.ModelShape(num_layers=4, tower_layers=3, rowwise_projector=True))
+    inside = all(step.stage is Stage.ENCODER_BLOCK for step in steps)
+    # How many blocks a tower has is not known before; each can merge half of the tokens.
+    assert built.count(length) == (None if inside else wanted)
+    count = max(wanted, -(-length // 2 ** len(steps))) if inside else wanted
+    for step in steps:
         context = _context(step, groups, left, text, total=length)
         if (step.count or (lambda total, left: built.count(left)))(length, left) == left:
             continue
         selection = step.select(context)
-        assert (selection.keep.diff(dim=1) > 0).all()
+        assert inside or (selection.keep.diff(dim=1) > 0).all()
         assert selection.keep.min() >= 0
         assert selection.keep.max() < left
         left = selection.keep.shape[1]
         assert left >= count
         if selection.rows is not None:
-            assert selection.rows.shape == (groups, count, 8)
+            assert selection.rows.shape == (groups, left, 8)
     assert left == count
 
 
@@ -46,7 +60,7 @@ def _context(step, groups, length, text, total):
     made = {
         Need.CLS_ROW: _noise(groups, 2, length + 1).softmax(-1),
         Need.CLS_JOINT_ROW: _noise(groups, 1, length + 1).softmax(-1),
-        Need.TOWER_KEYS: _noise(groups, length + 1, 8),
+        Need.TOWER_KEYS: _noise(groups, length + (step.stage is not Stage.ENCODER_BLOCK), 8),
         Need.TOWER_HEAD_KEYS: _noise(groups, length + 1, 16),
         Need.CLS_HIDDEN: _noise(groups, 1, 8),
         Need.LAST_ROW: _noise(groups, 2, length).softmax(-1),
@@ -54,13 +68,15 @@ def _context(step, groups, length, text, total):
         Need.TEXT_ROWS: _noise(groups, 2, text, length + text).softmax(-1),
         Need.LAYER_KEYS: _noise(groups, length + text, 8),
         Need.NORMED_HIDDEN: _noise(groups, length + text, 8, seed=1),
+        Need.EMBEDDINGS: _noise(groups, length + text, 8, seed=2),
+        Need.ACTIVE_NEURONS: _noise(groups, length + text, 16) > 0,
         Need.COLUMN_SUM: _noise(groups, length).softmax(-1),
         Need.GRID: grid_cells(1, 1, length).expand(groups, -1, -1),
     }
 
     def provide(observation, of_text):
         whole = made[observation.need]
-        if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN):
+        if observation.need in (Need.LAYER_KEYS, Need.NORMED_HIDDEN, Need.EMBEDDINGS, Need.ACTIVE_NEURONS):
             return whole[:, length:] if of_text else whole[:, :length]
         if observation.need is Need.TEXT_ROWS:
             return whole[..., length:] if of_text else whole[..., :length]
@@ -68,7 +84,8 @@ def _context(step, groups, length, text, total):
 
     places = torch.arange(length + text).expand(groups, -1)
     hidden = _noise(groups, length, 8)
-    return Context(hidden, step.needs, provide, places[:, :length], places[:, length:], total)
+    sizes = torch.ones(groups, length)
+    return Context(hidden, step.needs, provide, places[:, :length], places[:, length:], total, sizes=sizes)
 
 
 def test_undeclared_observations_are_refused():
@@ -166,6 +183,195 @@ def test_pyramiddrop_halves_three_times():
 def test_pyramiddrop_refuses_layers(layers):
     with pytest.raises(tokred.errors.ParameterError, match="layers="):
         tokred.PyramidDrop(layers=layers)
+
+
+def test_corematching_counts_neurons_that_both_fire():
+    media = torch.tensor([[[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 0]], [[1, 1, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0]]]) > 0
+    query = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 1]]) > 0
+    assert affinity(media, query).tolist() == [[2, 0, 1], [3, 1, 1]]
+
+
+def test_corematching_keeps_what_is_above_the_elbow():
+    """The curve 9 8 3 2 1 lies farthest from the chord 9 7 5 3 1 at 3. In 5 5 5 5 1 that is the last 5, which no token
+    exceeds, and a flat curve has no elbow."""
+    score = torch.tensor([[2, 9, 1, 8, 3], [5, 1, 5, 5, 5], [4, 4, 4, 4, 4]])
+    place, value = elbow(score)
+    assert place.tolist() == [2, 3, 0]
+    assert value.tolist() == [3, 5, 4]
+    assert core_tokens(score).int().tolist() == [[0, 1, 0, 1, 0], [1, 0, 1, 1, 1], [1] * 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "query", "expected"), [(6, 5, [1, 3]), (3, 5, [0, 2]), (6, 1, [0, 1, 2, 3]), (0, 5, [0, 1, 2, 3])]
+)
+def test_corematching_asks_the_text_token_that_many_from_the_end(text, query, expected):
+    """Token 1 of the text fires neurons 1 and 3, token 0 neurons 0 and 2, the others none; visual token i neuron i."""
+    media = torch.eye(4, dtype=torch.bool)[None]
+    firing = torch.zeros(1, 6, 4, dtype=torch.bool)
+    firing[0, 1, [1, 3]] = firing[0, 0, [0, 2]] = True
+    method = tokred.CoreMatching(query=query)
+    assert method.count(4) is None
+    # The curve 1 1 0 0 has its elbow at the second token, whose score is the largest too.
+    assert method.survivors(media, firing[:, :text]).tolist() == [expected]
+    assert tokred.CoreMatching(query=query, num_tokens=2).survivors(media, firing[:, :text]).tolist() == [expected[:2]]
+
+
+def test_corematching_gives_items_of_one_length_different_numbers():
+    media = torch.zeros(2, 5, 9, dtype=torch.bool)
+    for item, score in enumerate([[2, 9, 1, 8, 3], [5, 1, 5, 5, 5]]):
+        for token, neurons in enumerate(score):
+            media[item, token, :neurons] = True
+    text = torch.ones(2, 5, 9, dtype=torch.bool)
+    assert tokred.CoreMatching().survivors(media, text).tolist() == [[1, 3, -1, -1], [0, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+def test_corematching_row_of_padded_batch_equals_single_run(family):
+    """Without a budget: every picture has its own elbow."""
+    model = tiny.BUILDERS[family]()
+    rows = [tiny.ONE_IMAGE, tiny.TWO_IMAGES]
+    with tokred.apply(model, "corematching", layer=2) as handle:
+        together = model(**tiny.inputs(family, rows)).logits[:, -1]
+        counts = handle.summary().stages[0].tokens_after
+        for index, row in enumerate(rows):
+            alone = model(**tiny.inputs(family, [row])).logits[0, -1]
+            stage = handle.summary().stages[0]
+            assert stage.tokens_after == [counts[index]]
+            assert 0 < counts[index] < stage.tokens_before[0]
+            torch.testing.assert_close(together[index], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [("corematching", {"layer": 0}), ("corematching", {"query": 0}), ("fastv", {"keep": None})],
+)
+def test_refused_parameters(method, parameters):
+    [name] = parameters
+    with pytest.raises(tokred.errors.ParameterError, match=f"{name}="):
+        tokred.methods()[method](**parameters)
+
+
+def test_sparsevlm_raters_look_more_like_the_picture_than_the_mean():
+    """One picture token whose likeness to the text is 3 : 1 : 1, and text that looks all the same."""
+    media = torch.tensor([[[1.0, 0.0]]])
+    share = relevance(media, torch.tensor([[[math.log(3), 0.0], [0.0, 1.0], [0.0, -1.0]]]))
+    torch.testing.assert_close(share, torch.tensor([[0.6, 0.2, 0.2]]))
+    assert raters_of(share).tolist() == [[True, False, False]]
+    assert raters_of(torch.tensor([[0.25] * 4, [0.5, 0.0, 0.5, 0.0]])).tolist() == [[True] * 4, [True, False] * 2]
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(0.5, [0.4, 0.2, 0.3]), (1.0, [0.25, 0.35, 0.2])])
+def test_sparsevlm_listens_to_raters_in_the_strongest_heads(heads, expected):
+    """The second text token is no rater. Of two heads the first pays 0.9 to the three tokens, the other 0.7."""
+    rows = torch.tensor(
+        [[[[0.6, 0.1, 0.2], [0, 0, 1], [0.2, 0.3, 0.4]], [[0.1, 0.6, 0.1], [1, 0, 0], [0.1, 0.4, 0.1]]]]
+    )
+    score = tokred.SparseVLM(heads=heads).rate(rows, torch.tensor([[True, False, True]]))
+    torch.testing.assert_close(score, torch.tensor([expected]))
+
+
+def test_sparsevlm_without_text_keeps_the_first_tokens():
+    score = tokred.SparseVLM().rate(torch.zeros(1, 2, 0, 3), raters_of(torch.zeros(1, 0)))
+    assert score.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(("kept", "length", "dropped", "merged"), [(300, 576, 276, 9), (200, 309, 109, 4)])
+def test_sparsevlm_budget_and_recycled_tokens(kept, length, dropped, merged):
+    """Of 276 dropped tokens 82 + 1 are merged, into 8 + 1; of 109 dropped ones 32 + 1, into 3 + 1."""
+    assert kept + dropped == length
+    released = tokred.SparseVLM(num_tokens=kept, recycle=True, reference_exact=True)
+    assert released.split(1.0, length, length) == (kept, merged)
+    assert tokred.SparseVLM(num_tokens=kept, reference_exact=True).split(1.0, length, length) == (kept, 0)
+    corrected = tokred.SparseVLM(num_tokens=kept + merged, recycle=True)
+    assert corrected.split(1.0, length, length) == (kept, merged)
+
+
+def test_sparsevlm_drops_a_token_at_least_as_released():
+    released = tokred.SparseVLM(num_tokens=40, reference_exact=True)
+    assert [released.step_count(1.0, 40, left) for left in (40, 39)] == [39, 38]
+    assert released.count(40) is None
+    everything = tokred.SparseVLM(keep=1.0, reference_exact=True)
+    assert everything.step_count(1.0, 40, 40) == everything.count(40) == 40
+
+
+def test_sparsevlm_has_the_released_budgets():
+    """Three steps of SparseVLM+ for 192 tokens."""
+    method = tokred.SparseVLM(num_tokens=118)
+    assert [method.step_count(exponent, 576, 576) for exponent in method.exponents(3)] == [300, 200, 118]
+
+
+def test_clusters_around_density_peaks():
+    """Pairs at 101 and 1 are the densest; of each pair the first is a centre, and the others join the nearest."""
+    x = torch.tensor([0, 100, 1, 101, 101.2, 1.5, 103]).view(1, 7, 1)
+    assigned, merged = merge_clusters(x, 2)
+    assert assigned.tolist() == [[1, 0, 1, 0, 0, 1, 0]]
+    torch.testing.assert_close(merged[0, :, 0], torch.tensor([405.2 / 4, 2.5 / 3]))
+
+
+def test_recycled_tokens_stand_where_their_earliest_member_stood():
+    """Of 20 dropped tokens the 6 + 1 best are merged: three around 1 and four around 101."""
+    hidden = torch.full((1, 21, 1), -50.0)
+    score = torch.full((1, 21), 0.1)
+    for token, value in {2: 0, 3: 100, 5: 1, 7: 101, 8: 101.2, 9: 1.5, 12: 103, 4: 77}.items():
+        hidden[0, token, 0], score[0, token] = value, 0.5
+    selection = recycle(hidden, score, torch.tensor([[4]]), 2)
+    assert selection.keep.tolist() == [[2, 3, 4]]
+    torch.testing.assert_close(selection.rows[0, :, 0], torch.tensor([2.5 / 3, 405.2 / 4, 77]))
+    expected = {5: 2, 9: 2, 7: 3, 8: 3, 12: 3}
+    assert selection.merged_into.tolist() == [[expected.get(token, -1) for token in range(21)]]
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+def test_recycled_tokens_go_on_through_the_stock_layers(family):
+    """The oracle feeds layers 2 and later the survivors of layer 1, of which some are means of tokens."""
+    model = tiny.BUILDERS[family]()
+    batch = tiny.inputs(family, [tiny.ONE_IMAGE])
+    seen = {}
+    decoder = model.model.language_model
+    hook = decoder.layers[2].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(kwargs, hidden=args[0]), with_kwargs=True
+    )
+    model(**batch, use_cache=False)
+    hook.remove()
+    length = batch["input_ids"].shape[1]
+    with tokred.apply(model, tokred.SparseVLM(keep=0.5, layers=(2,), recycle=True)) as handle:
+        logits = model(**batch).logits
+        [tokens] = handle.trace()
+    alive = {token.position: token.merged for token in tokens}
+    media = (batch["input_ids"][0] == tiny.IMAGE).tolist()
+    keep = [place for place in range(length) if place in alive or not media[place]]
+    assert len(alive) == round(sum(media) / 2)
+    assert any(alive.values())
+
+    hidden = seen["hidden"].clone()
+    for position, merged in alive.items():
+        assert all(position < other for other in merged)
+        hidden[0, position] = seen["hidden"][0, [position, *merged]].mean(0)
+    hidden = hidden[:, keep]
+    rotary = tuple(part[:, keep] for part in seen["position_embeddings"])
+    mask = torch.full((len(keep),) * 2, torch.finfo(hidden.dtype).min).triu(1)[None, None]
+    for layer in decoder.layers[2:]:
+        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
+    torch.testing.assert_close(logits[:, keep], model.lm_head(decoder.norm(hidden)), atol=1e-5, rtol=0)
+
+
+def test_recycling_row_of_padded_batch_equals_single_run():
+    model = tiny.llava_next()
+    rows = [tiny.ONE_IMAGE, tiny.TWO_IMAGES]
+    with tokred.apply(model, "sparsevlm", keep=0.5, recycle=True):
+        together = model(**tiny.inputs("llava_next", rows)).logits[:, -1]
+        for index, row in enumerate(rows):
+            alone = model(**tiny.inputs("llava_next", [row])).logits[0, -1]
+            torch.testing.assert_close(together[index], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_trace_follows_tokens_that_were_merged_twice():
+    """Token 3 joins 1, which then joins 0; token 2 joins 4, which is dropped later."""
+    report = CallReport("llava", 1, 8, [Span(0, 2, 7, MediaItem("image", 5))])
+    samples = torch.tensor([0])
+    report.merge(samples, torch.arange(2, 7)[None], torch.tensor([[-1, -1, 4, 1, -1]]))
+    report.merge(samples, torch.tensor([[2, 3, 6]]), torch.tensor([[-1, 0, -1]]))
+    assert report.merged_into().tolist() == [[-1, -1, -1, 2, 6, 2, -1, -1]]
 
 
 def test_zip_adds_the_mean_of_what_joins():

@@ -1,10 +1,12 @@
 """What methods observe in towers, against the attention weights of the eager stock model."""
 
+import dataclasses
 import importlib
 
 import pytest
 import tiny
 import torch
+from probes import Every2, Positive
 
 import tokred
 from tokred import Need
@@ -143,3 +145,105 @@ def test_text_rows_are_what_the_layer_computes(family, padded, monkeypatch):
     for row, ids in enumerate(batch["input_ids"]):
         expected = weights[row][..., ids == tiny.IMAGE]
         torch.testing.assert_close(observed[Need.TEXT_ROWS][row], expected, atol=1e-5, rtol=0)
+
+
+def _embeddings_seen(monkeypatch, model, batch, *before):
+    """Return what SparseVLM sees of the decoder's input before layers 1 and 2, of the media and of the text."""
+    seen = []
+
+    def score(self, context):
+        seen.append((context.observe(Need.EMBEDDINGS), context.observe_text(Need.EMBEDDINGS)))
+        return -context.positions.float()
+
+    monkeypatch.setattr(tokred.SparseVLM, "score", score)
+    with tokred.apply(model, [*before, tokred.SparseVLM(layers=(1, 2), keep=0.25)]) as handle:
+        model(**batch)
+        assert [stage.tokens_before > stage.tokens_after for stage in handle.summary().stages[-2:]] == [True, True]
+    return seen
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_embeddings_are_those_of_the_start_at_every_step(family, padded, monkeypatch):
+    """All tokens of the image, and the four text tokens behind it, as the stock decoder receives them."""
+    model = tiny.BUILDERS[family]()
+    batch = tiny.inputs(family, _rows(padded))
+    embeds = tiny.base_inputs(model, batch)["inputs_embeds"]
+    seen = _embeddings_seen(monkeypatch, model, batch)
+    assert len(seen) == 2
+    for media, text in seen:
+        for row, ids in enumerate(batch["input_ids"]):
+            assert torch.equal(media[row], embeds[row, ids == tiny.IMAGE])
+            assert torch.equal(text[row], embeds[row, -4:])
+
+
+def test_embeddings_of_what_an_earlier_method_left(monkeypatch):
+    """Two images lose different numbers of tokens before the decoder, and are equally long after its first step."""
+    model = tiny.llava()
+    batch = tiny.inputs("llava", [tiny.ONE_IMAGE, tiny.Row((11, *tiny.ONE_IMAGE.ids), tiny.ONE_IMAGE.sizes)])
+    with tokred.apply(model, Positive()):
+        features = model.model.get_image_features(batch["pixel_values"], return_dict=True).pooler_output
+    alive = [feature[~feature.isnan().any(-1)] for feature in features]
+    assert len(alive[0]) != len(alive[1])
+    seen = _embeddings_seen(monkeypatch, model, batch, Positive())
+    text = tiny.base_inputs(model, batch)["inputs_embeds"][0, -4:]
+    assert [media.shape[0] for media, _ in seen] == [1, 1, 1, 1]
+    for index, (media, behind) in enumerate(seen):
+        expected = next(feature for feature in alive if len(feature) == media.shape[1])
+        torch.testing.assert_close(media[0], expected, msg=str(index))
+        assert torch.equal(behind[0], text)
+
+
+def _neurons_seen(monkeypatch, model, batch, *before):
+    """Return the active neurons of media and text that CoreMatching sees before layer 2, and the input of that FFN."""
+    seen, entered = [], []
+
+    def survivors(self, media, text):
+        seen.append((media, text))
+        return torch.arange(self.count(media.shape[1])).expand(len(media), -1)
+
+    monkeypatch.setattr(tokred.CoreMatching, "survivors", survivors)
+    ffn = model.model.language_model.layers[1].mlp
+    hook = ffn.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    with tokred.apply(model, [*before, tokred.CoreMatching(keep=0.5, layer=2)]):
+        model(**batch)
+    hook.remove()
+    [observed], [entering] = seen, entered
+    return *observed, entering
+
+
+@pytest.mark.parametrize("family", sorted(tiny.BUILDERS))
+@pytest.mark.parametrize("padded", [False, True])
+def test_active_neurons_are_those_of_the_layer_before(family, padded, monkeypatch):
+    """The oracle computes the FFN of layer 1 from what the stock model gives it; four text tokens follow the image."""
+    batch = tiny.inputs(family, _rows(padded))
+    media, text, _ = _neurons_seen(monkeypatch, tiny.BUILDERS[family](), batch)
+    stock = tiny.BUILDERS[family]()
+    ffn = stock.model.language_model.layers[1].mlp
+    entered = []
+    ffn.register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    stock(**batch)
+    active = _active(ffn, *entered)
+    assert 0.2 < active.float().mean() < 0.8
+    for row, ids in enumerate(batch["input_ids"]):
+        assert torch.equal(media[row], active[row, ids == tiny.IMAGE])
+        assert torch.equal(text[row], active[row, -4:])
+
+
+def test_active_neurons_of_what_an_earlier_method_left(monkeypatch):
+    model = tiny.llava()
+    media, text, entering = _neurons_seen(monkeypatch, model, tiny.inputs("llava", [tiny.ONE_IMAGE]), Every2())
+    active = _active(model.model.language_model.layers[1].mlp, entering)
+    # Three tokens, eight of the image, four behind it.
+    assert torch.equal(media, active[:, 3:11])
+    assert torch.equal(text, active[:, 11:])
+
+
+def _active(ffn, hidden):
+    return ffn.act_fn(ffn.gate_proj(hidden)) * ffn.up_proj(hidden) > 0
+
+
+def test_a_family_without_gated_ffn_provides_no_neurons():
+    adapter = dataclasses.replace(tokred.adapters()["llava"], ffn=None)
+    config = tiny.llava().config
+    assert tokred.adapters()["llava"].provides(config) - adapter.provides(config) == {Need.ACTIVE_NEURONS}

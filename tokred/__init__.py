@@ -1,16 +1,17 @@
 """Token reduction for the multimodal transformers that you already have."""
 
 from . import errors
-from .adapters import ModelAdapter
+from .adapters import EncoderAdapter, ModelAdapter
 from .api import Handle, Support, apply, supported
 from .errors import TokredError
 from .method import BudgetMethod, Context, Method, ModelShape, Need, Observation, Selection, Stage, Step
-from .registry import adapters, methods, register_adapter, register_method
+from .registry import adapters, encoders, methods, register_adapter, register_method
 from .report import Summary, TraceToken
 from .vision import (
     DART,
     SCOPE,
     AdaptInfer,
+    CoreMatching,
     DivPrune,
     FasterVLM,
     FastV,
@@ -18,6 +19,8 @@ from .vision import (
     PruMerge,
     PyramidDrop,
     Random,
+    SparseVLM,
+    ToMe,
     Uniform,
     VisionZip,
     VisPruner,
@@ -31,7 +34,9 @@ __all__ = [
     "AdaptInfer",
     "BudgetMethod",
     "Context",
+    "CoreMatching",
     "DivPrune",
+    "EncoderAdapter",
     "FastV",
     "FasterVLM",
     "Handle",
@@ -45,10 +50,12 @@ __all__ = [
     "PyramidDrop",
     "Random",
     "Selection",
+    "SparseVLM",
     "Stage",
     "Step",
     "Summary",
     "Support",
+    "ToMe",
     "TokredError",
     "TraceToken",
     "Uniform",
@@ -56,6 +63,7 @@ __all__ = [
     "VisionZip",
     "adapters",
     "apply",
+    "encoders",
     "errors",
     "methods",
     "register_adapter",

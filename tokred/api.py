@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from torch import nn
 
-from .adapters import ModelAdapter
+from .adapters.base import ModelAdapter
+from .adapters.encoders import Encoder, find_encoders
 from .errors import (
     AlreadyCompiledError,
     ParameterError,
@@ -25,9 +26,9 @@ from .errors import (
 )
 from .hooks import Hook
 from .method import Method
-from .registry import adapters, build_method, nearest
+from .registry import adapters, build_method, encoders, nearest
 from .report import CallReport, Summary, TraceToken, draw_overlay
-from .session import Session
+from .session import EncoderSession, Session
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +39,7 @@ logger = logging.getLogger("tokred")
 class Handle:
     """A method attached to a model; also a context manager that removes it."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session | EncoderSession):
         self._session = session
         self._removed = False
 
@@ -165,7 +166,7 @@ def supported(model: Any) -> Support:
         _resolve(model)
     except UnsupportedModelError as error:
         model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
-        return Support(False, str(error), tuple(nearest(model_type, adapters())))
+        return Support(False, str(error), tuple(nearest(model_type, adapters() | encoders())))
     return Support(True)
 
 
@@ -175,7 +176,8 @@ def apply(
     """Attach one or more methods to a stock model, in place.
 
     Args:
-        model: a transformers model, or a transformers pipeline that holds one.
+        model: a transformers model, or a transformers pipeline that holds one; for methods inside image encoders an
+            encoder of transformers, timm or open_clip, or a model that holds one.
         method: the name of a method, a `Method`, its dict form, or a list of these that act on different stages; or
             the path of a `.yaml` recipe that holds a dict form or a list of them.
         parameters: parameters of the method; only for a single one.
@@ -202,16 +204,16 @@ def apply(
             f"parameters {sorted(parameters)} with a list of {len(given)} methods: give them to each method"
         )
     methods = tuple(build_method(one, parameters) for one in given)
-    target, adapter = _resolve(model)
+    target, family = _resolve(model)
     _check_not_compiled(target)
-    base = adapter.base(target)
-    for hook in base._forward_pre_hooks.values():
+    first = family.blocks[0] if isinstance(family, Encoder) else family.base(target)
+    for hook in first._forward_pre_hooks.values():
         if isinstance(hook, Hook):
             names = ", ".join(attached.name for attached in hook.owner.methods)
             raise StageTakenError(
                 f"the model already has a handle ({names}); remove it first, or give all methods as one list"
             )
-    session = Session(target, adapter, methods)
+    session = EncoderSession(family, methods) if isinstance(family, Encoder) else Session(target, family, methods)
     session.attach()
     return Handle(session)
 
@@ -231,8 +233,8 @@ def _read_recipe(path: Path) -> dict[str, Any] | list[dict[str, Any]]:
     return recipe
 
 
-def _resolve(model: Any) -> tuple[nn.Module, ModelAdapter]:
-    """Return the model to hook and its family."""
+def _resolve(model: Any) -> tuple[nn.Module, ModelAdapter | Encoder]:
+    """Return the model to hook, and its family or the image encoder in it."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise UnsupportedModelError(
             f"{type(model).__name__} copies its module in every call, hooks included; apply to its .module instead"
@@ -247,13 +249,25 @@ def _resolve(model: Any) -> tuple[nn.Module, ModelAdapter]:
     config = getattr(target, "config", None)
     model_type = getattr(config, "model_type", None)
     known = adapters()
-    if not isinstance(model_type, str):
-        raise UnsupportedModelError(f"{type(target).__name__} has no config with a model type; known: {list(known)}")
     if model_type not in known:
-        close = nearest(model_type, known)
+        found = find_encoders(target, list(encoders().values()))
+        if len(found) == 1:
+            return target, found[0]
+        if found:
+            paths = ", ".join(repr(encoder.path) for encoder in found)
+            raise UnsupportedModelError(
+                f"{type(target).__name__} holds {len(found)} image encoders, with blocks at {paths}: give the part "
+                "with one of them"
+            )
+        families = f"Known: {', '.join(known)}; image encoders of {', '.join(encoders())}"
+        if not isinstance(model_type, str):
+            raise UnsupportedModelError(
+                f"{type(target).__name__} has no config with a model type and holds no image encoder. {families}"
+            )
+        close = nearest(model_type, known | encoders())
         hint = f" Nearest: {', '.join(close)}." if close else ""
         raise UnsupportedModelError(
-            f"model type {model_type!r} ({type(target).__name__}) is not supported.{hint} Known: {', '.join(known)}"
+            f"model type {model_type!r} ({type(target).__name__}) is not supported.{hint} {families}"
         )
     adapter = known[model_type]
     try:

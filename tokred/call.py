@@ -17,11 +17,35 @@ from .report import CallReport
 
 @dataclass
 class Encoding:
-    """State of one call of a method that encodes media."""
+    """State of one call of a method that encodes media.
+
+    Attributes:
+        capture: what the taps in the tower saw.
+        projected: what is left of each tile before the projector, by steps inside the tower or there; None for all.
+        length: number of patches of a tile.
+        order: for the patches that the tower left, ascending, their places in what it gives back; None if it gives back
+            all of them in order.
+    """
 
     capture: Capture = field(default_factory=Capture)
     projected: Selection | None = None
     length: int = 0
+    order: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the decoder began with.
+
+    Args:
+        embeds: its input, (B, P, D).
+        block: which of the call's tokens these are; None for all.
+        spans: the media items among them, in the order of `Call.spans`.
+    """
+
+    embeds: torch.Tensor
+    block: Reduction | None
+    spans: list[Span]
 
 
 @dataclass
@@ -45,6 +69,7 @@ class Call:
         block: which of the call's tokens reach the current layer; None for all.
         segment: name of `block` in the cache layers.
         spans: the media items among the tokens that reach the current layer.
+        opening: what the decoder began with, as long as a step may observe it.
         renumbers: whether position ids differ from those that the decoder got, by this call or an earlier one.
         position_ids: ids from which the rotary embeddings of the tokens that reach the current layer are made, but for
             the shifts of earlier calls; None before the decoder makes them, and if `renumbers` is False.
@@ -72,6 +97,7 @@ class Call:
     block: Reduction | None = None
     segment: int = -1
     spans: list[Span] = field(default_factory=list)
+    opening: Opening | None = None
     renumbers: bool = False
     position_ids: torch.Tensor | None = None
     shift: torch.Tensor | None = None

@@ -11,13 +11,13 @@ from torch import nn
 
 from . import cache as caches
 from .adapters.base import DECODER_ARGUMENTS, ModelAdapter, cache_argument
-from .call import Call, current_call
+from .call import Call, Opening, current_call
 from .errors import UnsupportedFamilyError, UnsupportedInputError
 from .hooks import Attachments, arguments_of
 from .layout import Span, place_items
 from .masks import layer_mask, read_mask
 from .method import Method, Need, Stage, Step
-from .observe import Seen, capturing, seen_ahead, tap
+from .observe import Capture, Seen, capturing, seen_ahead, tap
 from .plan import Plan, policy_of
 from .positions import renumber
 from .reduction import Reduction
@@ -53,12 +53,26 @@ class DecoderHooks:
         attachments.before(self._decoder.rotary_emb, self._enter_rotary)
         for layer in self._layers:
             attachments.before(layer, self._enter_layer)
-        tapped = [step for _, step in self._plan.steps if step.observes(Need.LAST_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS)]
-        for before in sorted({step.layer - 1 for step in tapped if step.layer is not None}):
+        for before in self._layers_before(Need.LAST_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS):
             attachments.add(tap(self._attention(before)))
+        for before in self._layers_before(Need.ACTIVE_NEURONS):
+            attachments.before(self._ffn(before), self._enter_ffn)
+
+    def _layers_before(self, *needs: Need) -> list[int]:
+        """Return the layers before the sites of the steps that observe one of these needs."""
+        steps = [step for _, step in self._plan.steps if step.observes(*needs)]
+        return sorted({step.layer - 1 for step in steps if step.layer is not None})
 
     def _attention(self, layer: int) -> nn.Module:
         return self._layers[layer].get_submodule(self._adapter.attention)
+
+    def _ffn(self, layer: int) -> nn.Module:
+        return self._layers[layer].get_submodule(self._adapter.ffn)  # type: ignore[arg-type]
+
+    def _enter_ffn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        capture = capturing.get()
+        if capture is not None:
+            capture.neurons[module] = args[0] > 0
 
     def _enter_decoder(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = current_call.get()
@@ -109,11 +123,14 @@ class DecoderHooks:
                 capturing.set(call.capture)
             if kept is not None:
                 before = call.spans
-                stage, name, policy = self._encoding_stage()
+                steps = self._encoding_steps()
+                policy = "renumber" if any(policy_of(method) == "renumber" for method, _ in steps) else "keep"
                 moved = self._shorten(call, kept, moved, policy)
-                call.report.add(stage, name, None, before, call.spans)
+                call.report.add_encoding([(method.name, step) for method, step in steps], before, call.spans)
             for method, step in self._plan.at(Stage.EMBEDS):
                 moved = self._run_step(call, method, step, moved)
+            if any(step.observes(Need.EMBEDDINGS) for _, step in self._plan.current()):
+                call.opening = Opening(moved["inputs_embeds"], call.block, call.spans)
         if self._sees_everything(call, held):
             call.active = False
         # Every layer gets its mask from `_enter_layer`: one rule, and the decoder has none to build.
@@ -147,14 +164,15 @@ class DecoderHooks:
 
     def _check_encoded(self, spans: list[Span]) -> None:
         """Raise if a method that acts while media are encoded did not see these."""
-        for stage in (Stage.PROJECTOR, Stage.FEATURES):
-            for method, _ in self._plan.at(stage):
-                for span in spans:
-                    if method.count(span.length) != span.length:
-                        raise UnsupportedInputError(
-                            f"{method.name} acts while media are encoded, but these {span.length} {span.item.modality} "
-                            "tokens were encoded without it; encode them through the model after tokred.apply"
-                        )
+        for method, _ in self._encoding_steps():
+            for span in spans:
+                count = method.count(span.length)
+                # A count that depends on the item may be all of it, if the item was seen.
+                if count != span.length and not (count is None and span.item.left):
+                    raise UnsupportedInputError(
+                        f"{method.name} acts while media are encoded, but these {span.length} {span.item.modality} "
+                        "tokens were encoded without it; encode them through the model after tokred.apply"
+                    )
 
     def _reduces_later(self, spans: list[Span]) -> bool:
         """Return whether a step at or inside the decoder removes tokens of these items."""
@@ -166,12 +184,10 @@ class DecoderHooks:
                         return True
         return False
 
-    def _encoding_stage(self) -> tuple[Stage, str, str]:
-        """Return the stage and the method that shortened the features of this call, and its position policy."""
-        for stage in (Stage.FEATURES, Stage.PROJECTOR):
-            for method, _ in self._plan.at(stage):
-                return stage, method.name, policy_of(method)
-        return Stage.FEATURES, "encoded earlier", "keep"
+    def _encoding_steps(self) -> list[tuple[Method, Step]]:
+        """Return the steps that act while media are encoded, of those inside the tower the last one."""
+        inside = [pair for pair in self._plan.current() if pair[1].stage is Stage.ENCODER_BLOCK][-1:]
+        return inside + [step for stage in (Stage.PROJECTOR, Stage.FEATURES) for step in self._plan.at(stage)]
 
     @staticmethod
     def _check_arguments(arguments: dict[str, Any], length: int, where: str) -> None:
@@ -261,7 +277,7 @@ class DecoderHooks:
         changed = None
         before = call.spans
         for bucket in buckets_of(call, method, step, hidden.device):
-            site = Site(self._decoder.norm, self._attention, call, step, hidden, bucket, ahead)
+            site = Site(self._decoder.norm, self._attention, self._ffn, call, step, hidden, bucket, ahead)
             selection = step.select(site.context())
             samples, places = site.samples.unsqueeze(1), site.places
             kept[samples, places] = selection.mask(places.shape[1])
@@ -275,7 +291,7 @@ class DecoderHooks:
         if not kept.all():
             moved = self._shorten(call, kept, moved, policy_of(method))
         if call.report is not None:
-            call.report.add(step.stage, method.name, step.layer, before, call.spans)
+            call.report.add(method.name, step, before, call.spans)
         return moved
 
     def _enter_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -299,7 +315,7 @@ class DecoderHooks:
             kwargs |= moved
             if index == self._last_site:
                 capturing.set(None)
-                call.capture.attention.clear()
+                call.capture, call.opening = Capture(), None
         if call.position_ids is not None:
             kwargs["position_embeddings"] = self._position_embeddings(call, index, hidden)
         kwargs["attention_mask"], call.valid_keys = layer_mask(call, self._decoder.config, index, hidden)
@@ -310,7 +326,7 @@ class DecoderHooks:
             layer = caches.reduced_layer(call.cache, index, hidden.shape[0], hidden.device)
             layer.announce(call.block.keep, call.block.filled, call.length, call.segment, call.shift)
         if call.report is not None:
-            call.report.saw(hidden.shape[1], call.spans)
+            call.report.saw(hidden.shape[1], sum(span.length for span in call.spans))
         if args:
             return (hidden, *args[1:]), kwargs
         return args, kwargs | {"hidden_states": hidden}

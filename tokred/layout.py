@@ -20,12 +20,14 @@ class MediaItem:
         cells: returns for each token its frame, view, row and column, int64 of shape (length, 4); view 0 is the whole
             image, later views are its tiles; row and column are -1 for a separator. None if the grid is not known.
         merged_into: for each token the token that absorbed it before the decoder, -1 for none; None if none was.
+        left: how many tokens were left after each step that acted while the item was encoded.
     """
 
     modality: str
     length: int
     cells: Callable[[], torch.Tensor] | None = None
     merged_into: torch.Tensor | None = None
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

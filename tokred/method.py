@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 import yaml
 
-from .errors import ParameterError, UndeclaredObservationError
+from .errors import ParameterError, UndeclaredObservationError, UnsupportedFamilyError
 from .kernels import gather
 from .positions import POLICIES
 
@@ -20,6 +20,7 @@ from .positions import POLICIES
 class Stage(enum.StrEnum):
     """Where in a model a step acts."""
 
+    ENCODER_BLOCK = "encoder_block"
     PROJECTOR = "projector"
     FEATURES = "features"
     EMBEDS = "embeds"
@@ -34,7 +35,8 @@ class Need(enum.StrEnum):
     CLS_JOINT_ROW = "cls_joint_row"
     """The same if all heads of that layer were one, (G, 1, N + 1)."""
     TOWER_KEYS = "tower_keys"
-    """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim)."""
+    """Head mean of the raw keys of that tower layer, (G, N + 1, head_dim); at `Stage.ENCODER_BLOCK` of the block at the
+    site, (G, T, head_dim)."""
     TOWER_HEAD_KEYS = "tower_head_keys"
     """Raw keys of that tower layer, all heads side by side, (G, N + 1, heads * head_dim)."""
     CLS_HIDDEN = "cls_hidden"
@@ -50,6 +52,12 @@ class Need(enum.StrEnum):
     (G, heads, T, T). Goes with `TEXT`."""
     LAYER_KEYS = "layer_keys"
     """Keys of the decoder layer before the site after RoPE, all kv heads side by side, (G, N, kv_heads * head_dim)."""
+    ACTIVE_NEURONS = "active_neurons"
+    """Which neurons of the gated FFN in the decoder layer before the site are active, act(gate) * up > 0, bool
+    (G, N, neurons)."""
+    EMBEDDINGS = "embeddings"
+    """What the decoder received of all the tokens that the items had when it began, (G, M, D) with M >= N, inside the
+    decoder; for the text, (G, T, D)."""
     NORMED_HIDDEN = "normed_hidden"
     """The model's final norm applied to the hidden states that enter the site, (G, N, D)."""
     TEXT = "text"
@@ -96,14 +104,16 @@ class ModelShape:
     """The sizes of a model that decide where a method acts.
 
     Args:
-        num_layers: number of decoder layers.
+        num_layers: number of decoder layers, 0 for an image encoder that stands alone.
         tower_layers: number of tower layers, 0 if the family does not say where they are.
         rowwise_projector: whether the projector treats every token alone, so that tokens can leave before it.
+        feature_layers: number of tower layers up to the one whose output is the feature; None for all.
     """
 
     num_layers: int
     tower_layers: int = 0
     rowwise_projector: bool = False
+    feature_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,8 @@ class Selection:
 
     Args:
         keep: positions inside the item, ascending in each row, int64 of shape (G, k). Items that keep fewer than k have
-            -1 behind their survivors.
+            -1 behind their survivors. At `Stage.ENCODER_BLOCK` the order is free, but the tokens before the patches
+            stay in front, every token is kept or merged, and all items keep k.
         rows: new hidden states of the survivors, (G, k, D), anything behind -1; None leaves them as they are.
         merged_into: for each token of the item the position of the survivor that absorbed it, -1 for none,
             int64 of shape (G, N); None if nothing was merged.
@@ -142,14 +153,19 @@ class Selection:
 class Context:
     """What a step sees of a group of media items of one length.
 
+    At `Stage.ENCODER_BLOCK` the items are the pictures of the batch with all their tokens, T, in place of N.
+
     Args:
         hidden: hidden states of the items at the site, (G, N, D).
         needs: the observations that the step declared.
         provider: computes an observation when it is read; takes it and whether the text is meant.
-        positions: original positions of the tokens in their sequences, (G, N); at `Stage.FEATURES` and
-            `Stage.PROJECTOR`, where no sequence exists yet, positions inside the item.
+        positions: original positions of the tokens in their sequences, (G, N); at the stages before the decoder, where
+            no sequence exists yet, positions inside the item.
         text_positions: original positions of the text tokens after the items, (G, T).
-        total: number of tokens that the items have in the prompt, of which N are left; None is N.
+        total: number of tokens that the items have in the prompt, or patches that the pictures have, of which N are
+            left; None is N.
+        prefix: at `Stage.ENCODER_BLOCK` the number of tokens before the patches, such as CLS, else 0.
+        sizes: at `Stage.ENCODER_BLOCK` how many tokens each one stands for, float32 of shape (G, T); else None.
     """
 
     def __init__(
@@ -160,8 +176,12 @@ class Context:
         positions: torch.Tensor,
         text_positions: torch.Tensor | None = None,
         total: int | None = None,
+        prefix: int = 0,
+        sizes: torch.Tensor | None = None,
     ):
         self.hidden = hidden
+        self.prefix = prefix
+        self.sizes = sizes
         self.total = hidden.shape[1] if total is None else total
         self.positions = positions
         self._text_positions = text_positions
@@ -215,7 +235,8 @@ class Step:
         stage: the kind of site.
         select: pure function from a context to the surviving tokens.
         needs: what `select` observes.
-        layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1).
+        layer: for `Stage.DECODER_LAYER`, the layer whose input is reduced (0-based, at least 1); for
+            `Stage.ENCODER_BLOCK`, the block between whose attention and MLP tokens are merged (0-based).
         count: returns how many of the tokens that are left survive, for the number of tokens in the prompt and of those
             that are left; None is the method's count of the latter. For methods of several steps.
     """
@@ -225,6 +246,7 @@ class Step:
     needs: frozenset[Need | Observation] = frozenset()
     layer: int | None = None
     count: Callable[[int, int], int | None] | None = None
+    proportional: bool = False
 
     @property
     def observations(self) -> frozenset[Observation]:
@@ -321,24 +343,23 @@ class BudgetMethod(Method):
 
     scopes: ClassVar[tuple[str, ...]] = ("item", "total")
     """The scopes that the method knows."""
+    adaptive: ClassVar[bool] = False
+    """Whether `keep` may be None: without a budget the method finds the number of survivors by itself."""
     keep: float = 0.25
     num_tokens: int | None = None
     scope: str = "item"
     positions: str = "keep"
 
     def _validate(self) -> None:
-        self._validate_keep()
+        number = isinstance(self.keep, int | float) and math.isfinite(self.keep)
+        if not (number and 0 < self.keep <= 1) and not (self.adaptive and self.keep is None):
+            raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
         if self.num_tokens is not None and (not isinstance(self.num_tokens, int) or self.num_tokens < 1):
             raise ParameterError(f"num_tokens={self.num_tokens!r} is not a positive integer")
         if self.scope not in self.scopes:
             raise ParameterError(f"scope={self.scope!r} of {self.name} is not one of {self.scopes}")
         if self.positions not in POLICIES:
             raise ParameterError(f"positions={self.positions!r} is not one of {POLICIES}")
-
-    def _validate_keep(self) -> None:
-        """Raise `ParameterError` for a share outside its range."""
-        if not isinstance(self.keep, int | float) or not math.isfinite(self.keep) or not 0 < self.keep <= 1:
-            raise ParameterError(f"keep={self.keep!r} is not a share in (0, 1]")
 
     def count(self, length: int) -> int:
         """Return the number of survivors among `length` tokens: `keep * length` rounded half to even, at least 1."""
@@ -352,7 +373,14 @@ class BudgetMethod(Method):
 
 
 def check_layer(layer: int, shape: ModelShape, name: str) -> None:
-    """Raise `ParameterError` unless `layer` is a decoder layer with another one before it."""
+    """Raise unless `layer` is a decoder layer with another one before it.
+
+    Raises:
+        UnsupportedFamilyError: the model has no decoder.
+        ParameterError: the layer lies outside.
+    """
+    if not shape.num_layers:
+        raise UnsupportedFamilyError(f"{name} acts inside a decoder, and an image encoder alone has none")
     if not 1 <= layer < shape.num_layers:
         raise ParameterError(
             f"{name}: layer={layer} lies outside 1..{shape.num_layers - 1} of a decoder with {shape.num_layers} layers"

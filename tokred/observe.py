@@ -79,10 +79,12 @@ class Capture:
     Attributes:
         attention: what each call of a tapped module's kernel received; towers with windows call it once a window.
         outputs: hidden states that left a module.
+        neurons: which neurons of an FFN were active, bool of shape (B, P, neurons), by the module that takes them.
     """
 
     attention: dict[nn.Module, list[Seen]] = field(default_factory=dict)
     outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+    neurons: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
 
 
 capturing: ContextVar[Capture | None] = ContextVar("tokred_capturing", default=None)

@@ -57,6 +57,10 @@ class Plan:
         """Return the steps that act now at one site."""
         return [(method, step) for method, step in self.current() if (step.stage, step.layer) == (stage, layer)]
 
+    def acts(self, *stages: Stage) -> bool:
+        """Return whether a step acts now on one of some stages."""
+        return any(step.stage in stages for _, step in self.current())
+
     def renumbers(self) -> bool:
         """Return whether a step that acts now gives the survivors new position ids."""
         return any(policy_of(method) == "renumber" for method, _ in self.current())

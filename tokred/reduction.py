@@ -60,6 +60,18 @@ class Reduction:
         """Return `x` of shape (B, P, ...) at the original length: a dropped token repeats the survivor before it."""
         return kernels.gather(x, self._rank)
 
+    def places(self, samples: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return where survivors stand.
+
+        Args:
+            samples: rows of the batch, int64 of shape (G,).
+            tokens: surviving tokens of each, int64 of shape (G, n).
+
+        Returns:
+            int64 of shape (G, n).
+        """
+        return self._rank[samples.unsqueeze(1), tokens]
+
     @functools.cached_property
     def _ends(self) -> torch.Tensor:
         """Place after the survivors among the first n tokens, int64 of shape (B, L + 1), on the host."""

@@ -8,12 +8,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from . import vision
-from .adapters import BUILT_IN, ModelAdapter
+from .adapters import BUILT_IN, ENCODERS, EncoderAdapter, ModelAdapter
 from .errors import ParameterError, RegistrationError, UnknownMethodError
 from .method import Method
 
 _methods: dict[str, type[Method]] = {}
 _adapters: dict[str, ModelAdapter] = {}
+_encoders: dict[str, EncoderAdapter] = {}
 _plugins_loaded = False
 
 
@@ -33,14 +34,18 @@ def register_method(method: type[Method]) -> type[Method]:
     return method
 
 
-def register_adapter(adapter: ModelAdapter) -> ModelAdapter:
-    """Make a model family known under its model type.
+def register_adapter(adapter: ModelAdapter | EncoderAdapter) -> ModelAdapter | EncoderAdapter:
+    """Make a model family known under its model type, or a family of image encoders under its name.
 
     Raises:
-        RegistrationError: it is not a `ModelAdapter`, or the model type is taken.
+        RegistrationError: it is neither a `ModelAdapter` nor an `EncoderAdapter`, or the name is taken.
     """
+    if isinstance(adapter, EncoderAdapter):
+        if _encoders.setdefault(adapter.name, adapter) is not adapter:
+            raise RegistrationError(f"image encoder {adapter.name!r} is registered already")
+        return adapter
     if not isinstance(adapter, ModelAdapter):
-        raise RegistrationError(f"{adapter!r} is not a tokred.adapters.ModelAdapter")
+        raise RegistrationError(f"{adapter!r} is neither a tokred.adapters.ModelAdapter nor an EncoderAdapter")
     if _adapters.setdefault(adapter.model_type, adapter) is not adapter:
         raise RegistrationError(f"model type {adapter.model_type!r} is registered already")
     return adapter
@@ -67,6 +72,12 @@ def adapters() -> dict[str, ModelAdapter]:
     """Return all known model families by model type."""
     _load_plugins()
     return dict(sorted(_adapters.items()))
+
+
+def encoders() -> dict[str, EncoderAdapter]:
+    """Return all known families of image encoders by name."""
+    _load_plugins()
+    return dict(sorted(_encoders.items()))
 
 
 def nearest(word: str, known: dict[str, Any]) -> list[str]:
@@ -98,5 +109,5 @@ def build_method(method: str | Method | dict[str, Any], parameters: dict[str, An
 
 for _method in (getattr(vision, name) for name in vision.__all__):
     register_method(_method)
-for _adapter in BUILT_IN:
+for _adapter in (*BUILT_IN, *ENCODERS):
     register_adapter(_adapter)

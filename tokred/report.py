@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .errors import UnsupportedInputError
 from .layout import MediaItem, Span
-from .reduction import Reduction
+from .method import Stage, Step
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,8 +50,15 @@ class TraceToken:
     merged: tuple[int, ...]
 
 
+class Survivors(Protocol):
+    """The survivors of a call."""
+
+    def dropped(self) -> torch.Tensor:
+        """Return which tokens of the call are gone, bool of shape (B, L)."""
+
+
 class CallReport:
-    """What one prefill did, in tensors that are read only when somebody asks.
+    """What one prefill, or one call of an encoder, did, in tensors that are read only when somebody asks.
 
     Args:
         model_type: the family.
@@ -67,25 +74,52 @@ class CallReport:
         self.spans = list(spans)
         self.stages: list[StageReport] = []
         self.layer_lengths: list[int] = []
-        self.block: Reduction | None = None
+        self.block: Survivors | None = None
         self._layer_tokens: list[int] = []
         self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def add(self, stage: str, method: str, layer: int | None, before: Sequence[Span], after: Sequence[Span]) -> None:
-        """Note what a step did to the media of the call."""
-        counts = _per_sample(before, self.batch), _per_sample(after, self.batch)
-        self.stages.append(StageReport(str(stage), method, layer, *counts))
+    def add(self, method: str, step: Step, before: Sequence[Span], after: Sequence[Span]) -> None:
+        """Note what a step of a method did to the media of the call."""
+        counts = self._per_sample(before), self._per_sample(after)
+        self.stages.append(StageReport(str(step.stage), method, step.layer, *counts))
 
-    def saw(self, length: int, spans: Sequence[Span]) -> None:
-        """Note the sequence and the media that a decoder layer received."""
+    def add_encoding(self, steps: Sequence[tuple[str, Step]], before: Sequence[Span], after: Sequence[Span]) -> None:
+        """Note what the steps of methods did while the media were encoded, as far as the items know it.
+
+        Args:
+            steps: the methods' names with their steps, in order.
+            before: the media as the prompt has them.
+            after: what is left of them.
+        """
+        if not steps or any(len(span.item.left) != len(steps) for span in before):
+            # Encoded before the handle was paused or overridden, or repeated by a beam search: only the sum is known.
+            name, stage = (steps[0][0], steps[0][1].stage) if len(steps) == 1 else ("encoded earlier", Stage.FEATURES)
+            self.stages.append(StageReport(str(stage), name, None, self._per_sample(before), self._per_sample(after)))
+            return
+        counts = self._per_sample(before)
+        for index, (name, step) in enumerate(steps):
+            left = [0] * self.batch
+            for span in before:
+                left[span.sample] += span.item.left[index]
+            self.stages.append(StageReport(str(step.stage), name, None, counts, left))
+            counts = left
+
+    def _per_sample(self, spans: Sequence[Span]) -> list[int]:
+        counts = [0] * self.batch
+        for span in spans:
+            counts[span.sample] += span.length
+        return counts
+
+    def saw(self, length: int, tokens: int) -> None:
+        """Note the sequence that a layer received, and the visual tokens in all its rows."""
         self.layer_lengths.append(length)
-        self._layer_tokens.append(sum(span.length for span in spans))
+        self._layer_tokens.append(tokens)
 
     def merge(self, samples: torch.Tensor, positions: torch.Tensor, merged_into: torch.Tensor) -> None:
         """Note which tokens absorbed others: samples (G,), original positions (G, N), tokens inside the item (G, N)."""
         self._merges.append((samples, positions, merged_into))
 
-    def finish(self, block: Reduction | None) -> CallReport:
+    def finish(self, block: Survivors | None) -> CallReport:
         """Note the survivors of the call."""
         self.block = block
         return self
@@ -98,7 +132,7 @@ class CallReport:
 
     @property
     def token_layers(self) -> float:
-        """Mean share of the visual tokens over the decoder layers."""
+        """Mean share of the visual tokens over the layers of the decoder, or of an encoder that stands alone."""
         before = self.visual_tokens[0]
         if not self._layer_tokens or not before:
             return 1.0
@@ -115,6 +149,9 @@ class CallReport:
             places = positions.cpu()
             outer = torch.where(inner.cpu() < 0, -1, places.gather(1, inner.cpu().clamp(min=0)))
             targets[samples.cpu().unsqueeze(1), places] = outer
+            # What absorbed others before may have been absorbed now.
+            further = targets.gather(1, targets.clamp(min=0))
+            targets = torch.where((targets >= 0) & (further >= 0), further, targets)
         return targets
 
     def trace(self) -> list[list[TraceToken]]:
@@ -185,8 +222,9 @@ class Summary:
         stages: visual tokens before and after each step of the last prefill.
         visual_tokens_before: visual tokens of all prefills.
         visual_tokens_after: those that survived the last step.
-        token_layers: mean share of visual tokens over the decoder layers, in the last prefill.
-        layer_lengths: sequence length that each decoder layer received in the last prefill.
+        token_layers: mean share of visual tokens over the layers of the decoder, or of an encoder that stands alone, in
+            the last call.
+        layer_lengths: sequence length that each of these layers received in the last call.
     """
 
     methods: list[dict[str, Any]]
@@ -223,7 +261,7 @@ class Summary:
         names = ", ".join(method["method"] for method in self.methods)
         lines = [f"tokred: {names} on {self.model_type}"]
         if not self.calls:
-            lines.append("no prefill with media yet: nothing was removed")
+            lines.append("no call with media yet: nothing was removed")
         else:
             header = ("stage", "method", "layer", "tokens before", "tokens after")
             rows = [
@@ -272,13 +310,13 @@ def draw_overlay(report: CallReport, image: Image, sample: int, item: int) -> Im
     if rows < 1 or columns < 1:
         raise UnsupportedInputError(f"the grid of item {item} is not known, so there is nothing to draw it on")
 
-    kept = {token.position for token in report.trace()[sample] if token.item == item}
+    kept = {token.position for token in report.trace()[sample]}
     targets = report.merged_into()[sample]
     scale = max(1, 448 // max(image.size))
     canvas = image.convert("RGB").resize((image.width * scale, image.height * scale), Images.Resampling.NEAREST)
     shade = Images.new("RGBA", canvas.size)
     draw = ImageDraw.Draw(shade)
-    absorbing = {int(targets[position]) for position in range(span.start, span.stop)} - {-1}
+    absorbing = {int(targets[position]) for position in range(span.start, span.stop)} & kept
     colours = {position: _COLOURS[index % len(_COLOURS)] for index, position in enumerate(sorted(absorbing))}
     for offset in range(span.length):
         _, view, row, column = cells[offset].tolist()
@@ -318,13 +356,6 @@ def _cells(item: MediaItem) -> torch.Tensor:
     if item.cells is None:
         return torch.tensor([0, 0, -1, -1]).expand(item.length, 4)
     return item.cells()
-
-
-def _per_sample(spans: Sequence[Span], batch: int) -> list[int]:
-    counts = [0] * batch
-    for span in spans:
-        counts[span.sample] += span.length
-    return counts
 
 
 def _counts(values: list[int]) -> str:

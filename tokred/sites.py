@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .call import Call
+from .call import Call, Opening
 from .errors import UndeclaredObservationError
 from .layout import Span
 from .method import Context, Method, Need, Observation, Step
@@ -29,8 +29,8 @@ def groups_of(spans: list[Span], scope: str) -> list[list[Span]]:
 
 
 def buckets_of(call: Call, method: Method, step: Step, device: torch.device) -> list[Bucket]:
-    """Return the groups of media that a step chooses from, equally long ones together."""
-    found: dict[tuple[int, int, int], Bucket] = {}
+    """Return the groups of media that a step chooses from, those together whose observations have equal shapes."""
+    found: dict[tuple[int, ...], Bucket] = {}
     for group in groups_of(call.spans, getattr(method, "scope", "item")):
         length = sum(span.length for span in group)
         total = sum(span.item.length for span in group)
@@ -38,8 +38,17 @@ def buckets_of(call: Call, method: Method, step: Step, device: torch.device) -> 
         if count == length:
             continue
         text = _text_after(call, group, device) if step.observes(Need.TEXT) else None
-        found.setdefault((length, total, -1 if text is None else len(text)), []).append((group, text))
+        began = sum(span.length for span in _at_opening(call, group)) if step.observes(Need.EMBEDDINGS) else total
+        found.setdefault((length, total, began, -1 if text is None else len(text)), []).append((group, text))
     return list(found.values())
+
+
+def _at_opening(call: Call, group: list[Span]) -> list[Span]:
+    """Return the spans of a group as they were when the decoder began."""
+    if call.opening is None:
+        return group
+    began = {id(span): first for span, first in zip(call.spans, call.opening.spans, strict=True)}
+    return [began[id(span)] for span in group]
 
 
 def _text_after(call: Call, group: list[Span], device: torch.device) -> torch.Tensor:
@@ -58,12 +67,20 @@ def _text_after(call: Call, group: list[Span], device: torch.device) -> torch.Te
     return text.nonzero()[:, 0]
 
 
+def _places(groups: list[list[Span]], device: torch.device) -> torch.Tensor:
+    """Return the places of equally long groups of media, int64 of shape (G, n)."""
+    return torch.tensor(
+        [[place for span in group for place in range(span.start, span.stop)] for group in groups], device=device
+    )
+
+
 @dataclass
 class Site:
     """A bucket of equally long groups of media at the site of a step inside or before the decoder."""
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     attention: Callable[[int], nn.Module]
+    ffn: Callable[[int], nn.Module]
     call: Call
     step: Step
     hidden: torch.Tensor
@@ -73,10 +90,7 @@ class Site:
     def __post_init__(self) -> None:
         device = self.hidden.device
         self.samples = torch.tensor([group[0].sample for group, _ in self.bucket], device=device)
-        self.places = torch.tensor(
-            [[place for span in group for place in range(span.start, span.stop)] for group, _ in self.bucket],
-            device=device,
-        )
+        self.places = _places([group for group, _ in self.bucket], device)
         texts = [text for _, text in self.bucket if text is not None]
         self.text_places = torch.stack(texts) if texts else None
 
@@ -99,10 +113,14 @@ class Site:
         places = self.text_places if text and self.text_places is not None else self.places
         if need is Need.NORMED_HIDDEN:
             return self.norm(self._rows(places))
+        if need is Need.EMBEDDINGS and self.call.opening is not None:
+            return self._embeddings(self.call.opening, text)
         if need is Need.NEXT_ROW and self.ahead is not None:
             seen, valid = self.ahead()
             rows = seen.all_rows(None if valid is None else valid.unsqueeze(1)).squeeze(2)
             return self._of_places(rows, places)
+        if need is Need.ACTIVE_NEURONS and self.step.layer is not None:
+            return self.call.capture.neurons[self.ffn(self.step.layer - 1)][self.samples.unsqueeze(1), places]
         if self.step.layer is None or need not in (Need.LAYER_KEYS, Need.LAST_ROW, Need.TEXT_ROWS):
             raise UndeclaredObservationError(f"{observation} cannot be observed at stage {self.step.stage}")
         seen = self.call.capture.attention[self.attention(self.step.layer - 1)][-1]
@@ -113,6 +131,15 @@ class Site:
         if need is Need.TEXT_ROWS:
             return self._text_rows(seen, valid, places)
         return self._of_places(seen.rows(last_places(valid, seen.query), valid), places)
+
+    def _embeddings(self, opening: Opening, text: bool) -> torch.Tensor:
+        """Return what the decoder began with of the bucket's text or media, (G, n, D)."""
+        if text and self.text_places is not None:
+            places = self.original(self.text_places)
+            places = places if opening.block is None else opening.block.places(self.samples, places)
+        else:
+            places = _places([_at_opening(self.call, group) for group, _ in self.bucket], self.hidden.device)
+        return opening.embeds[self.samples.unsqueeze(1), places]
 
     def _text_rows(self, seen: Seen, valid: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
         """Return the attention of the bucket's text tokens (G, T) to places (G, n), (G, heads, T, n)."""

@@ -48,8 +48,19 @@ def mask_cache_argument() -> str:
 
 
 def decoder_needs() -> frozenset[Need]:
-    """The observations that every decoder of attention layers provides."""
-    return frozenset({Need.LAST_ROW, Need.NEXT_ROW, Need.TEXT_ROWS, Need.LAYER_KEYS, Need.NORMED_HIDDEN, Need.TEXT})
+    """The observations that every decoder of attention layers and gated FFNs provides."""
+    return frozenset(
+        {
+            Need.LAST_ROW,
+            Need.NEXT_ROW,
+            Need.TEXT_ROWS,
+            Need.LAYER_KEYS,
+            Need.ACTIVE_NEURONS,
+            Need.EMBEDDINGS,
+            Need.NORMED_HIDDEN,
+            Need.TEXT,
+        }
+    )
 
 
 Cells = Callable[[], torch.Tensor]
@@ -83,6 +94,8 @@ class ModelAdapter:
         media: the media that it takes, by modality.
         decoder: path of the language model, which has `layers` and `norm`.
         attention: path of the attention module inside a decoder layer.
+        ffn: path of the module inside a decoder layer that takes the activation of a gated FFN, act(gate) * up; None if
+            the layers have none.
         cells: returns, for the base config, a modality, the encoder's grid argument and the items' lengths, what
             `MediaItem.cells` wants of each item.
         projector: path of a projector that treats every token alone, so that tokens can leave before it.
@@ -101,6 +114,7 @@ class ModelAdapter:
     cells: Callable[[Any, str, Any, Sequence[int]], list[Cells | None]]
     decoder: str = "language_model"
     attention: str = "self_attn"
+    ffn: str | None = "mlp.down_proj"
     projector: str | None = None
     tower_layers: str | None = None
     tower_attention: str = "self_attn"
@@ -119,11 +133,16 @@ class ModelAdapter:
         """Return the sizes of a base model."""
         decoder: Any = base.get_submodule(self.decoder)
         tower: Any = () if self.tower_layers is None else base.get_submodule(self.tower_layers)
-        return ModelShape(len(decoder.layers), len(tower), self.projector is not None)
+        config: Any = base.config
+        features = None
+        if self.feature_layer is not None and Need.TOWER_KEYS in self.provides(config):
+            features = self.feature_layer(config) + 1
+        return ModelShape(len(decoder.layers), len(tower), self.projector is not None, features)
 
     def provides(self, config: Any) -> frozenset[Need]:
         """Return the observations that a model with this config can serve."""
-        return decoder_needs() | self.tower_needs(config)
+        missing = frozenset({Need.ACTIVE_NEURONS} if self.ffn is None else ())
+        return (decoder_needs() - missing) | self.tower_needs(config)
 
 
 def grid_cells(frames: int, rows: int, columns: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Methods for image tokens, one file each."""
 
 from .adaptinfer import AdaptInfer
+from .corematching import CoreMatching
 from .dart import DART
 from .divprune import DivPrune
 from .fastervlm import FasterVLM
@@ -10,6 +11,8 @@ from .prumerge import PruMerge
 from .pyramiddrop import PyramidDrop
 from .random import Random
 from .scope import SCOPE
+from .sparsevlm import SparseVLM
+from .tome import ToMe
 from .uniform import Uniform
 from .visionzip import VisionZip
 from .vispruner import VisPruner
@@ -18,6 +21,7 @@ __all__ = [
     "DART",
     "SCOPE",
     "AdaptInfer",
+    "CoreMatching",
     "DivPrune",
     "FastV",
     "FasterVLM",
@@ -25,6 +29,8 @@ __all__ = [
     "PruMerge",
     "PyramidDrop",
     "Random",
+    "SparseVLM",
+    "ToMe",
     "Uniform",
     "VisPruner",
     "VisionZip",

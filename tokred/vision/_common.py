@@ -97,6 +97,8 @@ class StagedMethod(BudgetMethod):
 
     depths: ClassVar[tuple[float, ...]]
     """The released layers as shares of the decoder's depth."""
+    released: ClassVar[tuple[float, ...]] = ()
+    """Shares that a released table leaves: the shape of the schedule for as many steps; others are geometric."""
     needs: ClassVar[frozenset[Need]]
     """What the score observes."""
     layers: tuple[int, ...] | None = None
@@ -118,7 +120,9 @@ class StagedMethod(BudgetMethod):
 
     def exponents(self, steps: int) -> tuple[float, ...]:
         """Return the power of `keep` that is left after each of so many steps: ascending, the last one 1."""
-        return tuple((step + 1) / steps for step in range(steps))
+        if steps != len(self.released):
+            return tuple((step + 1) / steps for step in range(steps))
+        return tuple(math.log(share) / math.log(self.released[-1]) for share in self.released)
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         layers = self.layers
@@ -139,8 +143,12 @@ class StagedMethod(BudgetMethod):
 
     def step_count(self, exponent: float, total: int, length: int) -> int:
         """Return how many of `length` tokens, of `total` in the prompt, survive the step with this exponent."""
+        return min(length, max(self.count(total), self.scheduled(exponent, total)))
+
+    def scheduled(self, exponent: float, total: int) -> int:
+        """Return how many of the `total` tokens in the prompt the step with this exponent leaves, rounded down."""
         left = self.keep if self.num_tokens is None else min(1.0, self.num_tokens / total)
-        return min(length, max(self.count(total), _floor(total * left**exponent)))
+        return _floor(total * left**exponent)
 
     def _select(self, exponent: float, context: Context) -> Selection:
         score = self.score(context)

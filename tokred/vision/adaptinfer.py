@@ -1,6 +1,5 @@
 """AdaptInfer: the text tokens that matter to the text decide which visual tokens matter."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,9 +7,6 @@ import torch
 
 from ..method import Context, Need
 from ._common import StagedMethod
-
-_RELEASED = (0.17, 0.17 * 0.6, 0.17 * 0.6 * 0.3)
-"""Shares of the visual tokens that the release for Qwen2-VL leaves after its three steps."""
 
 
 def weighted_attention(to_text: torch.Tensor, to_media: torch.Tensor) -> torch.Tensor:
@@ -39,12 +35,8 @@ class AdaptInfer(StagedMethod):
     name: ClassVar[str] = "adaptinfer"
     source: ClassVar[str] = "AdaptInfer (weiczh02/AdaptInfer-base), specs/vision.md section 18"
     depths: ClassVar[tuple[float, ...]] = (2 / 32, 11 / 32, 21 / 32)
+    released: ClassVar[tuple[float, ...]] = (0.17, 0.17 * 0.6, 0.17 * 0.6 * 0.3)
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TEXT_ROWS, Need.TEXT})
-
-    def exponents(self, steps: int) -> tuple[float, ...]:
-        if steps != len(_RELEASED):
-            return super().exponents(steps)
-        return tuple(math.log(share) / math.log(_RELEASED[-1]) for share in _RELEASED)
 
     def score(self, context: Context) -> torch.Tensor:
         return weighted_attention(context.observe_text(Need.TEXT_ROWS), context.observe(Need.TEXT_ROWS))

@@ -40,6 +40,7 @@ class PruMerge(BudgetMethod):
     name: ClassVar[str] = "prumerge"
     source: ClassVar[str] = "LLaVA-PruMerge (arXiv 2403.15388), github.com/42Shawn/LLaVA-PruMerge"
     scopes: ClassVar[tuple[str, ...]] = ("item",)
+    adaptive: ClassVar[bool] = True
     keep: float | None = None  # type: ignore[assignment]
     neighbours: int = 32
     plus: bool = False
@@ -51,10 +52,6 @@ class PruMerge(BudgetMethod):
         if not isinstance(self.neighbours, int) or self.neighbours < 0:
             raise ParameterError(f"neighbours={self.neighbours!r} is not an integer of at least 0")
         check_tower_layer(self.layer)
-
-    def _validate_keep(self) -> None:
-        if self.keep is not None:
-            super()._validate_keep()
 
     def plan(self, shape: ModelShape) -> tuple[Step, ...]:
         layer = tower_layer(shape.tower_layers - 1 if self.layer is None else self.layer, shape, self.name)
